@@ -1,0 +1,11 @@
+"""The run-time hooks of the product: the places of the host that no seam and no subclass reaches.
+
+`HOOKS` are installed wherever DFLOW is registered; `sglang_dflow.cpu.hooks.CPU_HOOKS` only on the CPU platform.
+"""
+
+from __future__ import annotations
+
+from sglang_dflow.hooks.internal_state import INTERNAL_STATE_HOOKS
+from sglang_dflow.hooks.record import HookRecord
+
+HOOKS: tuple[HookRecord, ...] = INTERNAL_STATE_HOOKS

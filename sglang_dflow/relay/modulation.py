@@ -1,0 +1,81 @@
+"""The relay's arithmetic: what a relayed state adds to a mask embedding.
+
+    [beta_i ; gamma_i] = W2 act(W_b E(b) + W_d E(d_{a+1}) + W_h h_i + bias1) + bias2
+    x_i = E_mask + beta_i * LayerNorm(h_i) + gamma_i
+
+Owns the parameters `relay_norm.{weight,bias}` and `relay_mlp.{0,2}.{weight,bias}` (the public precedent's names;
+the order of the first linear's input is `[E(b); E(d); h]`). The first linear is split: its boundary part is
+computed once per request, its state part once per row. The last layer starts at zero, so that a converted DFlash
+drafter decodes exactly as before. Shared by the trainer and the served drafter.
+
+Source: arXiv 2609.06498, equation of the modulation; depth, width, activation and initialisation are open there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "relu": nn.ReLU,
+}
+
+
+class RelayModulation(nn.Module):
+    """LayerNorm and two-layer MLP of the relay; `H` is the drafter's hidden size, `R` the rows of a block."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        relay_hidden_size: int,
+        *,
+        activation: str = "silu",
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"relay_activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}. "
+                "Correct dflow_config.relay_activation in the drafter's config.json."
+            )
+        self.hidden_size = hidden_size
+        self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
+        self.relay_mlp = nn.Sequential(
+            nn.Linear(3 * hidden_size, relay_hidden_size),
+            ACTIVATIONS[activation](),
+            nn.Linear(relay_hidden_size, 2 * hidden_size),
+        )
+        self.zero_init()
+
+    def zero_init(self) -> None:
+        """Zero the last layer: the relay then adds exactly nothing."""
+        nn.init.zeros_(self.relay_mlp[2].weight)
+        nn.init.zeros_(self.relay_mlp[2].bias)
+
+    def boundary_term(
+        self,
+        bonus_embed: torch.Tensor,  # [..., H]
+        rejected_embed: torch.Tensor,  # [..., H]
+    ) -> torch.Tensor:
+        """Return the first linear's per-request part, bias included: [..., relay_hidden_size]."""
+        first = self.relay_mlp[0]
+        boundary = torch.cat((bonus_embed, rejected_embed), dim=-1)  # [..., 2H]
+        return F.linear(boundary, first.weight[:, : 2 * self.hidden_size], first.bias)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # [..., R, H] projected verifier states h_i
+        bonus_embed: torch.Tensor,  # [..., H]
+        rejected_embed: torch.Tensor,  # [..., H]
+    ) -> torch.Tensor:
+        """Return `beta_i * LayerNorm(h_i) + gamma_i`, [..., R, H], to be added to the mask embeddings."""
+        first, activation, second = self.relay_mlp
+        state = F.linear(hidden, first.weight[:, 2 * self.hidden_size :])  # [..., R, W]
+        boundary = self.boundary_term(bonus_embed, rejected_embed)  # [..., W]
+        beta, gamma = second(activation(state + boundary.unsqueeze(-2))).chunk(2, dim=-1)  # [..., R, H] each
+        return torch.addcmul(gamma, beta, self.relay_norm(hidden))

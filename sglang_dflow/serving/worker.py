@@ -1,0 +1,201 @@
+"""The speculative worker: the host's DFLASH worker, with a relay between its rounds.
+
+Control flow only. A decode round of `DFlashWorkerV2.forward_batch_generation` (0.5.23) calls, in this order, the
+draft forward (which reads the pool: `draft_model.py`), `_accept_block` (which knows the drafted and the committed
+tokens) and `_append_target_hidden_to_draft_kv_by_loc` (which has just projected the captured states of all rows,
+rejected ones included). The last two are overridden to write the pool; nothing else of the round is touched.
+
+Invariants kept here: I3 verification never sees the relay. I4 prefill, flush and weight update empty the pool's
+rows. I5 with the relay switched off at start, no pool exists and this class is the host's worker. I6 no method
+called during decode reads a tensor on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
+from sglang_dflow.serving.draft_model import EmbedTokens, RelayMixin
+from sglang_dflow.serving.settings import RelaySettings
+
+logger = logging.getLogger(__name__)
+
+
+class _Accepted(NamedTuple):
+    """What `_accept_block` knew, held until the same round's states are projected.
+
+    Attributes:
+        req_pool_indices: int64 [bs].
+        accept_len: int32 [bs].
+        next_prefix_len: int64 [bs].
+        bonus: int64 [bs].
+        rejected: int64 [bs].
+    """
+
+    req_pool_indices: torch.Tensor
+    accept_len: torch.Tensor
+    next_prefix_len: torch.Tensor
+    bonus: torch.Tensor
+    rejected: torch.Tensor
+
+
+class DFlowWorker(DFlashWorkerV2):
+    """Drafts with relayed states, verifies and commits exactly as DFLASH."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._pool: RelayPool | None = None
+        self._req_pool_indices: torch.Tensor | None = None
+        self._accepted: _Accepted | None = None
+        super().__init__(*args, **kwargs)
+        self.relay_settings = RelaySettings.from_env()
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any
+    ) -> None:
+        """Allocate the host's pools, then the relay's, with as many rows as the host's request pool."""
+        super().alloc_memory_pool(
+            memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs
+        )
+        if self.relay_settings.enabled:
+            self._attach_pool(num_rows=int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
+        self._log_relay()
+
+    def _attach_pool(self, *, num_rows: int) -> None:
+        draft_model: RelayMixin = self.draft_model
+        dflow = draft_model.dflow_config
+        self._pool = RelayPool(
+            num_rows=num_rows,
+            block_size=int(self.block_size),
+            hidden_size=dflow.hidden_size,
+            rule=dflow.rule,
+            dtype=self.draft_model_runner.dtype,
+            device=self.device,
+        )
+        draft_model.attach_relay(self._pool, self._embed_tokens())
+
+    def _embed_tokens(self) -> EmbedTokens:
+        """The embedding that the drafter's own rows come from (the target's, scaled as the host scales it)."""
+        embedding: VocabParallelEmbedding = unwrap_lora_layer(
+            self.target_worker.model_runner.model.get_input_embeddings()
+        )
+        scale = self._noise_embed_scale
+        if scale == 1.0:
+            return embedding
+        return lambda token_ids: embedding(token_ids) * scale
+
+    def _log_relay(self) -> None:
+        dflow = self.draft_model.dflow_config
+        if self._pool is None:
+            logger.info("DFLOW relay off by %s: drafts are exactly DFLASH's.", RelaySettings.VARIABLE)
+            return
+        logger.info(
+            "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d pool=%d x %d x %d, %.2f MB",
+            type(self.draft_model).__name__,
+            int(self.block_size),
+            dflow.relay_source.value,
+            dflow.relay_hidden_size,
+            *self._pool.hidden.shape,
+            self._pool.nbytes / 1e6,
+        )
+
+    def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run one prefill or one draft-verify round, by the host's method.
+
+        A request that prefills (also one that resumes, or decodes inside a mixed chunk) leaves plain masks for its
+        next draft (I2, I4): its row is emptied before anything of this batch can draft from it.
+        """
+        if self._pool is not None:
+            self._req_pool_indices = batch.req_pool_indices
+            is_extend = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+            if is_extend and not batch.forward_mode.is_idle():
+                self._pool.invalidate(batch.req_pool_indices)
+        return super().forward_batch_generation(batch, *args, **kwargs)
+
+    def _accept_block(self, *, candidates: torch.Tensor, prefix_lens: torch.Tensor, **kwargs: Any) -> Any:
+        """Accept by the host's rule and note the rejection boundary. `candidates`: [bs, B], `prefix_lens`: [bs]."""
+        result = super()._accept_block(candidates=candidates, prefix_lens=prefix_lens, **kwargs)
+        accept_len, _, bonus, _, _ = result
+        if self._pool is not None:
+            assert self._req_pool_indices is not None
+            boundary = (accept_len.to(torch.int64) + 1).unsqueeze(1)  # [bs, 1], row a+1
+            self._accepted = _Accepted(
+                req_pool_indices=self._req_pool_indices,
+                accept_len=accept_len,
+                next_prefix_len=prefix_lens + boundary.squeeze(1),
+                bonus=bonus,
+                # On full acceptance nothing was rejected and nothing will be relayed: any drafted token does.
+                rejected=candidates.gather(1, boundary.clamp_max(candidates.shape[1] - 1)).squeeze(1),
+            )
+        return result
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self, *args: Any, commit_lens: Any = None, **kwargs: Any
+    ) -> None:
+        """Append the committed rows to the draft KV by the host's method; relay the block's projected states.
+
+        `commit_lens` is given for a verified block and absent for a prefill.
+        """
+        super()._append_target_hidden_to_draft_kv_by_loc(*args, commit_lens=commit_lens, **kwargs)
+        projected = self.draft_model.take_projected()  # [N, H]
+        if self._pool is None or commit_lens is None:
+            return
+        accepted, self._accepted = self._accepted, None
+        assert accepted is not None
+        block = VerifiedBlock(
+            hidden=projected.view(-1, int(self.block_size), projected.shape[-1]),  # [bs, B, H]
+            accept_len=accepted.accept_len,
+            next_prefix_len=accepted.next_prefix_len,
+            bonus=accepted.bonus,
+            rejected=accepted.rejected,
+        )
+        self._pool.store(accepted.req_pool_indices, block)
+
+    def clear_cache_pool(self) -> None:
+        """Forget all relayed states with the host's cache flush (I4)."""
+        super().clear_cache_pool()
+        if self._pool is not None:
+            self._pool.clear()
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """Name the runners that a weight update touches. The host asks only when it is about to update (I4)."""
+        if self._pool is not None:
+            self._pool.clear()
+        return super().weight_update_runners()
+
+    @property
+    def has_relay_pool(self) -> bool:
+        """False where the relay was switched off at start: this worker is then the host's."""
+        return self._pool is not None
+
+    def set_relay_enabled(self, enabled: bool) -> None:
+        """Switch relaying at run time, from the next draft on.
+
+        Raises:
+            ValueError: the relay was switched off at start, so there is no pool to relay from.
+        """
+        if self._pool is None:
+            raise ValueError(
+                f"the relay was switched off at start by {RelaySettings.VARIABLE}; restart the server without it"
+            )
+        self._pool.set_enabled(enabled)
+
+    def relay_state(self) -> dict[str, Any]:
+        """What `/server_info` tells of the relay. Reads device counters: not for the decode path."""
+        if self._pool is None:
+            return {"relay": "off"}
+        stats = self._pool.stats()
+        return {
+            "relay": "on" if bool(self._pool.enabled.item()) else "off",
+            "relay_source": self.draft_model.dflow_config.relay_source.value,
+            "relay_hidden_size": self.draft_model.dflow_config.relay_hidden_size,
+            "pool_bytes": self._pool.nbytes,
+            "relayed_rows": stats.relayed_rows,
+            "eligible_rows": stats.eligible_rows,
+            "relay_hit_rate": stats.hit_rate,
+        }
