@@ -301,9 +301,7 @@ def _write_tokenizer(gguf_path: Path, directory: Path, max_length: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """``sglang-dflow demo-model``: build (or check) the demo target and print its directory."""
     parser = argparse.ArgumentParser(prog="sglang-dflow demo-model", description=main.__doc__)
-    parser.add_argument(
-        "--cache-dir", type=Path, default=None, help="default: $SGLANG_DFLOW_CACHE or ~/.cache"
-    )
+    parser.add_argument("--cache-dir", type=Path, default=None, help="default: $SGLANG_DFLOW_CACHE or ~/.cache")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     args = parser.parse_args(argv)
     print(ensure_demo_target(args.cache_dir, args.dtype, log=lambda line: print(line, file=sys.stderr)))

@@ -39,9 +39,7 @@ class HostSite(NamedTuple):
 _WORKS, _REFUSED = Verdict.WORKS, Verdict.REFUSED
 
 HOST_SITES: tuple[HostSite, ...] = (
-    HostSite(
-        "speculative.spec_info:SpeculativeAlgorithm.is_dflash", _WORKS, "DFlowAlgorithm answers it itself"
-    ),
+    HostSite("speculative.spec_info:SpeculativeAlgorithm.is_dflash", _WORKS, "DFlowAlgorithm answers it itself"),
     HostSite(
         "speculative.spec_info:SpeculativeAlgorithm.supports_mixed_chunk",
         _WORKS,

@@ -22,12 +22,13 @@ def extend_cache_locs(
 
     The host's kernel of the same contract is `assign_extend_cache_locs`; `end_offset` is redundant there too
     whenever the caller extends all requests by the same number of tokens, the only way the DFLASH family calls it.
-    Columns past the table's width read its last column, where the Triton twin reads slot 0: both are positions
-    that no request may occupy.
+    Columns past the table's width give slot 0, the padding slot, as the host's fused block kernel does.
     """
+    width = req_to_token.shape[1]
     columns = start_offset.to(torch.int64).unsqueeze(1) + torch.arange(draft_token_num, device=device)
-    columns = columns.clamp_(max=req_to_token.shape[1] - 1)  # [bs, draft_token_num]
-    return req_to_token[req_pool_indices.to(torch.int64).unsqueeze(1), columns].to(torch.int64).reshape(-1)
+    rows = req_pool_indices.to(torch.int64).unsqueeze(1)  # [bs, 1]
+    slots = req_to_token[rows, columns.clamp(max=width - 1)]  # [bs, draft_token_num]
+    return torch.where(columns < width, slots, 0).to(torch.int64).reshape(-1)
 
 
 def assign_req_to_token_pool(

@@ -9,16 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, move_kv_cache_native
 
 
 class TorchMHATokenToKVPool(MHATokenToKVPool):
     """`MHATokenToKVPool` whose writes and moves are torch operations."""
 
     def _init_kv_copy_and_warmup(self) -> None:
-        # The host compiles and warms its tiled Triton copy here; moves below are native instead.
+        # The host compiles and warms its tiled Triton copy here; `_move_kv_cache_impl` below needs none.
         self._kv_copy_config = None
-        self.use_native_move_kv_cache = True
+
+    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
 
     def _create_buffers(self) -> None:
         if self.is_quantized_kv_cache or self.store_dtype != self.dtype:

@@ -50,6 +50,11 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def __init__(self) -> None:
         _add_choices()
 
+    def get_device(self, device_id: int = 0) -> str:
+        # The server arguments split this as a string when --device is not given; the host's CPU mixin returns
+        # a torch.device there.
+        return "cpu"
+
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set what has no other sensible value on this platform; warn where a request cannot be honoured."""
         requested = server_args.attention_backend
@@ -84,12 +89,10 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return extend_cache_locs
 
-    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type:
+    def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
+        # The host asks for every kind whatever the model is; MLA models are refused by the attention factory.
         if kind != "mha":
-            raise NotImplementedError(
-                f"The {PLATFORM_NAME} platform has a KV pool for 'mha' models only, got a {kind!r} model. "
-                "Serve this model on a GPU, or choose a model with ordinary multi-head or grouped-query attention."
-            )
+            return None
         from sglang_dflow.cpu.kv_pool import TorchMHATokenToKVPool
 
         return TorchMHATokenToKVPool
@@ -104,6 +107,7 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Called by the host once per loaded model, in the worker, after all of its modules are imported."""
+        import sglang_dflow.cpu.attention  # noqa: F401  (importing it registers the backend)
         from sglang_dflow.cpu.hooks import install_cpu_hooks
 
         install_cpu_hooks()

@@ -1,7 +1,8 @@
 """Two hooks that carry the relay through the scheduler's internal-state endpoints.
 
-`GET /server_info` shows the relay's counters; `POST /set_internal_state {"server_args": {"dflow_relay": false}}`
-switches relaying at run time. The host builds both tables in methods of one class and offers no registration.
+`GET /server_info` shows the relay's counters; `POST /set_internal_state {"server_args": {"dflow_relay": 0}}`
+switches relaying at run time (the endpoint carries numbers only: 0 or 1). The host builds both tables in methods of
+one class and offers no registration.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def _add_relay_handler(handlers: dict[str, Any], controller: Any) -> dict[str, A
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
     def validate(key: str, value: Any) -> None:
-        if not isinstance(value, bool):
-            raise UpdateRejected(f"{key} is {value!r}, expected true or false.")
+        if value not in (0, 1):
+            raise UpdateRejected(f"{key} is {value!r}, expected 0 or 1.")
         if not worker.has_relay_pool:
             raise UpdateRejected(f"{key} cannot be changed: the relay was switched off at start.")
 
-    def apply(key: str, value: bool) -> dict[str, Any]:
-        worker.set_relay_enabled(value)
+    def apply(key: str, value: float) -> dict[str, Any]:
+        worker.set_relay_enabled(bool(value))
         return {}
 
     return {**handlers, RELAY_KEY: _UpdateHandler(validate, apply)}

@@ -92,9 +92,7 @@ class RelayPool:
         self.accept_len = ints(0)  # [num_rows]
         self.bonus = ints(0)  # [num_rows]
         self.rejected = ints(0)  # [num_rows]
-        self.enabled = torch.ones(
-            (1,), dtype=torch.bool, device=device
-        )  # runtime switch, read inside the graph
+        self.enabled = torch.ones((1,), dtype=torch.bool, device=device)  # runtime switch, read inside the graph
         self.counts = torch.zeros((2,), dtype=torch.int64, device=device)  # relayed, eligible
 
     @property
@@ -103,9 +101,7 @@ class RelayPool:
         tensors = (self.hidden, self.next_prefix_len, self.accept_len, self.bonus, self.rejected)
         return sum(t.numel() * t.element_size() for t in (*tensors, self.enabled, self.counts))
 
-    def store(
-        self, req_pool_indices: torch.Tensor, block: VerifiedBlock
-    ) -> None:  # req_pool_indices: int64 [bs]
+    def store(self, req_pool_indices: torch.Tensor, block: VerifiedBlock) -> None:  # req_pool_indices: int64 [bs]
         """Remember a verified block, one row per request. Indices must be distinct and non-zero."""
         if req_pool_indices.shape[0] == 0:
             return

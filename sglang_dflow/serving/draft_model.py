@@ -109,9 +109,7 @@ class RelayMixin:
 
         super().load_weights(of_the_drafter())  # type: ignore[misc]
         shapes = {name: tuple(tensor.shape) for name, tensor in relay.items()}
-        raise_problems(
-            tensor_problems(self.dflow_config.tensor_shapes(), shapes), where="this drafter's safetensors"
-        )
+        raise_problems(tensor_problems(self.dflow_config.tensor_shapes(), shapes), where="this drafter's safetensors")
         self.relay.load_state_dict(relay)
 
 

@@ -76,9 +76,7 @@ def drafter_problems(server_args: Any) -> list[str]:
     """Return what is wrong with the drafter, alone and beside the target."""
     path = server_args.speculative_draft_model_path
     try:
-        config, _ = PretrainedConfig.get_config_dict(
-            path, revision=server_args.speculative_draft_model_revision
-        )
+        config, _ = PretrainedConfig.get_config_dict(path, revision=server_args.speculative_draft_model_revision)
     except OSError as error:
         return [f"the drafter's config.json cannot be read from {path!r}: {str(error).splitlines()[0]}"]
     problems = [f"drafter {path}: {problem}" for problem in checkpoint_problems(config)]

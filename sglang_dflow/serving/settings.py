@@ -31,7 +31,5 @@ class RelaySettings:
         """
         word = environ.get(cls.VARIABLE, "on").strip().lower()
         if word not in _WORDS:
-            raise ValueError(
-                f"{cls.VARIABLE} is {environ[cls.VARIABLE]!r}, expected on or off. Correct or unset it"
-            )
+            raise ValueError(f"{cls.VARIABLE} is {environ[cls.VARIABLE]!r}, expected on or off. Correct or unset it")
         return cls(enabled=_WORDS[word])

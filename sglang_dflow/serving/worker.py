@@ -55,13 +55,9 @@ class DFlowWorker(DFlashWorkerV2):
         super().__init__(*args, **kwargs)
         self.relay_settings = RelaySettings.from_env()
 
-    def alloc_memory_pool(
-        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any
-    ) -> None:
+    def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         """Allocate the host's pools, then the relay's, with as many rows as the host's request pool."""
-        super().alloc_memory_pool(
-            memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs
-        )
+        super().alloc_memory_pool(memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs)
         if self.relay_settings.enabled:
             self._attach_pool(num_rows=int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
         self._log_relay()
@@ -134,9 +130,7 @@ class DFlowWorker(DFlashWorkerV2):
             )
         return result
 
-    def _append_target_hidden_to_draft_kv_by_loc(
-        self, *args: Any, commit_lens: Any = None, **kwargs: Any
-    ) -> None:
+    def _append_target_hidden_to_draft_kv_by_loc(self, *args: Any, commit_lens: Any = None, **kwargs: Any) -> None:
         """Append the committed rows to the draft KV by the host's method; relay the block's projected states.
 
         `commit_lens` is given for a verified block and absent for a prefill.

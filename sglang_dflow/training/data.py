@@ -56,6 +56,14 @@ class Answer(NamedTuple):
     finish: str  # "eos", "length" or "loop"
 
 
+class Generated(NamedTuple):
+    """One continuation, with the captured states of every row that went through the target."""
+
+    tokens: list[int]
+    finish: str
+    states: torch.Tensor | None  # [len(prompt) + len(tokens) - 1, m * H]; None unless asked for
+
+
 class Sampling(NamedTuple):
     """How to pick the next token; temperature 0 is greedy."""
 
@@ -156,26 +164,37 @@ def generate_batch(
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
     generator: torch.Generator | None = None,
     cut_loops: bool = True,
-) -> list[tuple[list[int], str]]:
-    """Continue each prompt to its end token; returns (tokens, finish) per prompt, in order."""
+    capture: bool = False,
+) -> list[Generated]:
+    """Continue each prompt to its end token, in order.
+
+    ``capture`` keeps the captured states on the way: generation computes them anyway, so training data comes with
+    its features and needs no second pass over the text.
+    """
     generator = generator or torch.Generator().manual_seed(0)
     shape, batch, width = target.shape, len(prompts), max(len(p) for p in prompts)
     pad = torch.tensor([width - len(p) for p in prompts])  # [B]
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])  # [B, width]
     cache = _Cache(shape, batch, width + max_new_tokens, target.dtype)
     positions = (torch.arange(width)[None] - pad[:, None]).clamp_min(0)
-    hidden = target.forward(ids, positions, _prefill_attend(shape, cache, pad)).hidden
+    hidden, captured = target.forward(ids, positions, _prefill_attend(shape, cache, pad), capture)
     cache.length = width
+    states = None
+    if captured is not None:
+        states = captured.new_empty(batch, width + max_new_tokens, captured.shape[-1])  # [B, T, m * H]
+        states[:, :width] = captured
     columns = torch.arange(width + max_new_tokens)
     bias = torch.where(columns[None] < pad[:, None], float("-inf"), 0.0).to(target.dtype)[:, None, None]
     produced: list[list[int]] = [[] for _ in range(batch)]
-    finish = ["length"] * batch
+    finish = [""] * batch  # empty while the answer grows
     rows = torch.arange(batch)  # original index of each batch row still alive
     last = _pick(target.logits(hidden[:, -1]), sampling, generator)  # [B']
     eos = set(target.eos_token_ids)
     for step in range(max_new_tokens):
         alive = []
         for row, (index, token) in enumerate(zip(rows.tolist(), last.tolist())):
+            if finish[index]:
+                continue  # done, not yet compacted away
             produced[index].append(token)
             if token in eos:
                 finish[index] = "eos"
@@ -191,15 +210,219 @@ def generate_batch(
             keep = torch.tensor(alive)
             cache.keep(keep)
             rows, last, pad, bias = rows[keep], last[keep], pad[keep], bias[keep]
-        hidden = target.forward(
-            last[:, None], (cache.length - pad)[:, None], _decode_attend(shape, cache, bias)
-        ).hidden  # [B', 1, H]
+        attend = _decode_attend(shape, cache, bias)
+        hidden, captured = target.forward(last[:, None], (cache.length - pad)[:, None], attend, capture)  # [B', 1, ..]
+        if states is not None and captured is not None:
+            states[rows, cache.length] = captured[:, 0]
         cache.length += 1
         last = _pick(target.logits(hidden[:, 0]), sampling, generator)
-        _drop_dead(produced, finish, rows)
-    if cut_loops:
-        for index, tokens in enumerate(produced):
-            if finish[index] == "length" and (start := loop_start(tokens)) is not None:
+    for index, tokens in enumerate(produced):
+        if not finish[index]:
+            finish[index] = "length"
+            if cut_loops and (start := loop_start(tokens)) is not None:
                 del tokens[start:]
                 finish[index] = "loop"
-    return [(tokens, reason) for tokens, reason in zip(produced, finish)]
+    return [
+        Generated(
+            tokens,
+            finish[index],
+            None if states is None else states[index, width - len(prompts[index]) : width + len(tokens) - 1],
+        )
+        for index, tokens in enumerate(produced)
+    ]
+
+
+# --- prompts ---------------------------------------------------------------------------------------------
+
+
+def read_turns(path: str | Path) -> list[tuple[str, list[str]]]:
+    """Read prompts ``{"id", "turns"}``, one JSON object a line."""
+    records = [json.loads(line) for line in Path(path).read_text().split("\n") if line.strip()]
+    return [(str(record["id"]), list(record["turns"])) for record in records]
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation with the generation prompt, exactly as a chat server builds them."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_own_prompts(
+    target: Target, tokenizer: Any, domain: str, count: int, seed: int, batch_rows: int = 96
+) -> list[str]:
+    """Let the target write user turns itself: sampled behind its own user header, so no data set is needed."""
+    rng = random.Random(f"{domain}/{seed}")
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    header = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False).split("@@")[0]
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    limit = 160 if domain == "tested" else 96
+    texts: list[str] = []
+    while len(texts) < count:
+        seeds = [rng.choice(SEEDS[domain]) for _ in range(batch_rows)]
+        prompts = [list(tokenizer(header + s, add_special_tokens=False)["input_ids"]) for s in seeds]
+        for start, (tokens, finish, _) in zip(seeds, generate_batch(target, prompts, limit, sampling, generator)):
+            text = (start + tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+            if domain == "tested":
+                text = text + "\n```" if text.count("```") == 1 else text
+            elif finish != "eos":
+                continue
+            if len(text) >= 12 and finish != "loop":
+                texts.append(text + BOXED if domain == "math" else text)
+    return texts[:count]
+
+
+def collect_prompts(
+    target: Target, tokenizer: Any, train_file: Path, counts: dict[str, int], seed: int, log: Any
+) -> list[Prompt]:
+    """The mix of training prompts, shuffled: a prefix of any length is a fair sample of the mix."""
+    rng = random.Random(seed)
+    by_domain: dict[str, list[tuple[str, str]]] = {"gsm8k": [], "mbpp": []}
+    for name, turns in read_turns(train_file):
+        by_domain["gsm8k" if name.startswith("gsm8k") else "mbpp"].append((name, turns[0]))
+    picked: list[tuple[str, str, str]] = []  # id, domain, text
+    for domain, prompts in by_domain.items():
+        rng.shuffle(prompts)
+        for name, text in prompts[: counts.get(domain, 0)]:
+            # The evaluation prompts ask for a boxed answer: most maths prompts do so here, too.
+            suffix = BOXED if domain == "gsm8k" and rng.random() < 0.85 else ""
+            picked.append((name, domain, text + suffix))
+    for domain in SEEDS:
+        count = counts.get(domain, 0)
+        if count:
+            log(f"data: the target writes {count} {domain} prompts ...")
+            texts = write_own_prompts(target, tokenizer, domain, count, seed)
+            picked += [(f"self-{domain}/{seed}/{i}", domain, text) for i, text in enumerate(texts)]
+    rng.shuffle(picked)
+    return [
+        Prompt(name, domain, chat_ids(tokenizer, [{"role": "user", "content": text}]))
+        for name, domain, text in picked
+    ]
+
+
+# --- answer files ----------------------------------------------------------------------------------------
+
+
+def read_answers(paths: Sequence[str | Path]) -> list[Answer]:
+    """Read answer files; a torn last line of an interrupted run is ignored."""
+    answers = []
+    for path in paths:
+        for line in Path(path).read_text().split("\n"):
+            try:
+                answers.append(Answer(**json.loads(line)))
+            except json.JSONDecodeError:
+                continue
+    return answers
+
+
+def states_file(answers_path: str | Path) -> Path:
+    """The raw bf16 captured states [rows, m * H] beside an answers file, in the order of its lines."""
+    return Path(answers_path).with_suffix(".states.bin")
+
+
+def state_rows(answer: Answer) -> int:
+    """Rows of an answer in the states file: every token but the last, whose state nothing reads."""
+    return len(answer.prompt_ids) + len(answer.answer_ids) - 1
+
+
+def answer_prompts(
+    target: Target,
+    prompts: Sequence[Prompt],
+    path: Path,
+    max_new_tokens: int,
+    batch_rows: int,
+    deadline: float,
+    log: Any,
+) -> None:
+    """Answer greedily and append to ``path``; skips answered ids, stops at ``deadline`` (``time.monotonic``)."""
+    answered = read_answers([path]) if path.exists() else []
+    done = {answer.id for answer in answered}
+    todo = [prompt for prompt in prompts if prompt.id not in done]
+    log(f"data: {len(todo)} of {len(prompts)} prompts to answer")
+    started, tokens_done = time.monotonic(), 0
+    states_path = states_file(path)
+    states_path.touch()
+    with path.open("a") as out, states_path.open("r+b") as states_out:
+        # States are written before their line: whatever lies behind the last line's rows is a torn batch.
+        states_out.truncate(sum(map(state_rows, answered)) * 2 * target.shape.hidden_size * len(target.target_layer_ids))
+        states_out.seek(0, 2)
+        for batch in _length_sorted(todo, batch_rows):
+            if time.monotonic() > deadline:
+                log("data: time budget reached")
+                return
+            results = generate_batch(target, [prompt.ids for prompt in batch], max_new_tokens, capture=True)
+            for _, _, states in results:
+                assert states is not None
+                states_out.write(states.contiguous().view(torch.uint8).numpy().data)
+            states_out.flush()
+            for prompt, (tokens, finish, _) in zip(batch, results):
+                answer = Answer(prompt.id, prompt.domain, prompt.ids, tokens, finish)
+                out.write(json.dumps(answer._asdict()) + "\n")
+                tokens_done += len(tokens)
+            out.flush()
+            rate = tokens_done / (time.monotonic() - started)
+            log(f"data: {tokens_done} tokens, {rate:.0f} tokens/s, last batch width {max(len(p.ids) for p in batch)}")
+
+
+def _length_sorted(prompts: Sequence[Prompt], batch_rows: int, window: int = 4) -> Iterator[list[Prompt]]:
+    """Batches of similar prompt length, taken from windows so that early batches already mix the domains."""
+    for start in range(0, len(prompts), window * batch_rows):
+        chunk = sorted(prompts[start : start + window * batch_rows], key=lambda prompt: len(prompt.ids))
+        for offset in range(0, len(chunk), batch_rows):
+            yield chunk[offset : offset + batch_rows]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``sglang-dflow prepare-data``: prompts -> the target's own greedy answers."""
+    parser = argparse.ArgumentParser(prog="sglang-dflow prepare-data", description=main.__doc__)
+    parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines {"id", "turns"}')
+    parser.add_argument("--out", type=Path, required=True, help="answers file, appended to")
+    parser.add_argument("--target-layer-ids", default="1,8,15,22,28", help="captured layers, stored with the answers")
+    parser.add_argument("--counts", default="gsm8k=1100,mbpp=450,chat=800,code=300,tested=200,math=350")
+    parser.add_argument("--max-new-tokens", type=int, default=320)
+    parser.add_argument("--batch-rows", type=int, default=96)
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop starting batches after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shard", default="0/1", help="i/n: this process answers every n-th prompt from i")
+    parser.add_argument("--threads", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    deadline = time.monotonic() + 60 * args.minutes
+    from transformers import AutoTokenizer
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    shard, shards = (int(part) for part in args.shard.split("/"))
+    layer_ids = [int(part) for part in args.target_layer_ids.split(",")]
+    target = Target.load(args.target, torch.bfloat16, layer_ids)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    counts = {k: int(v) for k, v in (item.split("=") for item in args.counts.split(","))}
+    # Each shard writes its own share of the self-written prompts (own seed); file prompts are split by index.
+    own = {k: (v if k in ("gsm8k", "mbpp") else v // shards) for k, v in counts.items()}
+    prompt_file = args.out.with_suffix(".prompts.json")
+    if prompt_file.exists():
+        prompts = [Prompt(**record) for record in json.loads(prompt_file.read_text())]
+    else:
+        prompts = collect_prompts(target, tokenizer, args.prompts, own, args.seed + shard, log)
+        if shards > 1:
+            prompts = _shard(prompts, shard, shards)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        prompt_file.write_text(json.dumps([prompt._asdict() for prompt in prompts]))
+    row_bytes = 2 * target.shape.hidden_size * len(layer_ids)
+    most = sum(len(prompt.ids) + args.max_new_tokens for prompt in prompts) * row_bytes
+    log(f"data: captured states go to {states_file(args.out)}, at most {most / 1e9:.1f} GB")
+    answer_prompts(target, prompts, args.out, args.max_new_tokens, args.batch_rows, deadline, log)
+    return 0
+
+
+def _shard(prompts: Sequence[Prompt], shard: int, shards: int) -> list[Prompt]:
+    """Split file prompts between shards by a hash of their id, independent of each shard's own order."""
+    import zlib
+
+    return [p for p in prompts if p.id.startswith("self-") or zlib.crc32(p.id.encode()) % shards == shard]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

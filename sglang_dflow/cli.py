@@ -1,0 +1,51 @@
+"""The console script `sglang-dflow`: one subcommand per job, each imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from sglang_dflow import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("sglang_dflow.demo", "serve the demo pair and show what the relay changes"),
+    "verify": ("sglang_dflow.verify", "compare DFLOW with no speculation, token by token"),
+    "demo-model": ("sglang_dflow.demo_model", "fetch and convert the demo target (SmolLM2-135M-Instruct)"),
+    "convert": ("sglang_dflow.training.convert", "DFlash checkpoint <-> DFlow checkpoint"),
+    "prepare-data": ("sglang_dflow.training.data", "prompts -> the target's own answers"),
+    "train": ("sglang_dflow.training.trainer", "train a drafter from a recipe"),
+}
+"""Subcommand -> (module with `main(argv) -> int | None`, one line of help)."""
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    return (
+        f"sglang-dflow {__version__}: DFlow speculative decoding for SGLang\n\n"
+        f"usage: sglang-dflow COMMAND [ARGUMENTS]   (COMMAND --help tells its arguments)\n\n{listed}\n\n"
+        "Serve with: python -m sglang.launch_server --speculative-algorithm DFLOW "
+        "--speculative-draft-model-path DRAFTER ..."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(__version__)
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"unknown command {command!r}, expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[command][0])
+    return int(module.main(rest) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Run-time hooks of the CPU platform: every host function that has no seam and launches a CUDA or Triton kernel.
+
+Installed once per worker process, after the first model is loaded (`DFlowCpuPlatform.post_load_model`), and only when
+the platform is active. The DFLASH worker imports most of these functions by name, so a replacement is bound in every
+host module that holds the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_dflow.cpu.cache_locs import assign_req_to_token_pool
+from sglang_dflow.cpu.sampling import compute_sampled_accept_and_bonus
+from sglang_dflow.hooks.record import HookRecord, install_all
+
+HOST_VERSION = "0.5.23"
+
+
+def rebind(original: Any, replacement: Any) -> int:
+    """Replace `original` by `replacement` in every loaded host module that holds it; return how many names changed."""
+    changed = 0
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not module_name.startswith("sglang."):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, name, replacement)
+                changed += 1
+    return changed
+
+
+def _install_assign_req_to_token_pool() -> None:
+    # Imported first: a module that is loaded later would bind the original by name.
+    import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+    from sglang.srt.mem_cache import allocation
+
+    rebind(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
+
+
+def _install_record_stream() -> None:
+    if getattr(torch.Tensor.record_stream, "_dflow_cpu", False):
+        return
+    original: Callable[..., None] = torch.Tensor.record_stream
+
+    @functools.wraps(original)
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        # A CPU tensor has no stream that could still be reading it.
+        if self.device.type != "cpu":
+            original(self, stream)
+
+    record_stream._dflow_cpu = True  # type: ignore[attr-defined]
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
+
+
+def _install_sampled_verify() -> None:
+    import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+    from sglang.srt.speculative import dflash_utils
+
+    rebind(dflash_utils.compute_dflash_sampling_correct_drafts_and_bonus, compute_sampled_accept_and_bonus)
+    dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
+
+
+def _install_domino_validation() -> None:
+    import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
+    from sglang.srt.speculative import domino_utils
+
+    original = domino_utils.validate_domino_runtime
+
+    @functools.wraps(original)
+    def validate_domino_runtime(*, device: torch.device, **checks: Any) -> None:
+        # Every other check of the original stays; only its device check is answered for it.
+        original(device=torch.device("cuda") if device.type == "cpu" else device, **checks)
+
+    rebind(original, validate_domino_runtime)
+
+
+def _install_input_embeds_dtype() -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    original = ModelRunner._extend_forward_kwargs
+
+    @functools.wraps(original)
+    def extend_forward_kwargs(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = original(self, forward_batch, *args, **kwargs)
+        if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+            prepared["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
+        return prepared
+
+    ModelRunner._extend_forward_kwargs = extend_forward_kwargs  # type: ignore[method-assign]
+
+
+CPU_HOOKS: tuple[HookRecord, ...] = (
+    HookRecord(
+        name="cpu-assign-req-to-token-pool",
+        target="sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func",
+        host_version=HOST_VERSION,
+        fingerprint="fdbe87d4a60cc13a",
+        why="allocating the slots of a speculative round launches a Triton kernel; there is no Triton driver here",
+        how="replaces the function by torch indexing of the same contract",
+        tried="PlatformCapabilities(supports_triton=False): the function does not ask; no platform factory for it",
+        upstream="none yet: get_speculative_cache_locs_fn could cover this twin as well",
+        remove_when="the host asks capabilities.supports_triton or a platform factory here",
+        test="tests/host/test_cpu_hooks.py, tests/unit/test_cpu_cache_locs.py",
+        install=_install_assign_req_to_token_pool,
+    ),
+    HookRecord(
+        name="cpu-record-stream",
+        target="sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation",
+        host_version=HOST_VERSION,
+        fingerprint="f42a3bb18adba2a5",
+        why="the worker calls batch.seq_lens.record_stream(..), which torch refuses for CPU tensors",
+        how="makes Tensor.record_stream return at once for CPU tensors, in this process",
+        tried="overriding the method: it is 679 lines and the call is in the middle; the host's overlap_utils guards "
+        "the same call by device, this one does not",
+        upstream="none yet: the guard of overlap_utils belongs here too",
+        remove_when="DFlashWorkerV2 guards the call by device",
+        test="tests/host/test_cpu_hooks.py",
+        install=_install_record_stream,
+    ),
+    HookRecord(
+        name="cpu-sampled-verify",
+        target="sglang.srt.speculative.dflash_utils:compute_dflash_sampling_correct_drafts_and_bonus",
+        host_version=HOST_VERSION,
+        fingerprint="91c0eb0372089e6c",
+        why="without CUDA kernels the worker decodes temperature > 0 greedily: another distribution than requested",
+        how="replaces the function by the torch verification of cpu/sampling.py and reports it as available",
+        tried="the kernel slot verify_sampling.tree_speculative_sampling_target_only: filling it makes the host's own "
+        "code run, which reads tensors on the host and leaves min-p out",
+        upstream="none yet",
+        remove_when="the host brings a torch fallback for sampled verification, min-p included",
+        test="tests/unit/test_cpu_sampling.py, tests/host/test_cpu_hooks.py",
+        install=_install_sampled_verify,
+    ),
+    HookRecord(
+        name="cpu-domino-validation",
+        target="sglang.srt.speculative.domino_utils:validate_domino_runtime",
+        host_version=HOST_VERSION,
+        fingerprint="969cb573dd07c05a",
+        why="Domino drafters are refused off CUDA, though their rollout is plain torch",
+        how="answers the device check and leaves all other checks to the original",
+        tried="no seam: the worker's constructor calls it unconditionally",
+        upstream="none yet",
+        remove_when="validate_domino_runtime asks for what it needs instead of a device name",
+        test="tests/host/test_cpu_hooks.py",
+        install=_install_domino_validation,
+    ),
+    HookRecord(
+        name="cpu-input-embeds-dtype",
+        target="sglang.srt.model_executor.model_runner:ModelRunner._extend_forward_kwargs",
+        host_version=HOST_VERSION,
+        fingerprint="2fb8dbbf8d795a06",
+        why="the host casts input embeddings to bfloat16 whatever the model's type is; an fp32 drafter then fails in "
+        "its first linear layer (mat1 and mat2 must have the same dtype)",
+        how="casts to the runner's own dtype instead, after the original has run",
+        tried="casting in the draft model: DFLASH serves the host's own draft class, whose forward has no seam",
+        upstream="none yet",
+        remove_when="the host casts input_embeds to the model's dtype",
+        test="tests/host/test_cpu_hooks.py",
+        install=_install_input_embeds_dtype,
+    ),
+)
+
+
+@functools.cache
+def install_cpu_hooks() -> None:
+    """Verify every record against the installed host and install all of them; once per process.
+
+    Raises:
+        RuntimeError: the host's source differs from what the records were written for.
+    """
+    install_all(CPU_HOOKS)

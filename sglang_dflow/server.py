@@ -1,0 +1,247 @@
+"""A real SGLang server as a context manager: start, wait for health with progress, talk, stop.
+
+Used by `sglang-dflow demo`, `sglang-dflow verify`, the benchmarks and the end-to-end tests, so that all of them
+launch the product as a user does: `python -m sglang.launch_server ...` in a process group of its own, its log in a
+file. On a machine without CUDA the server is started on the CPU platform of this package.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+CPU_PLATFORM = "dflow_cpu"
+_FAILURE_LINES = 25
+
+Log = Callable[[str], None]
+
+
+def has_cuda() -> bool:
+    """Return whether a CUDA device is usable here. Imports torch."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """How to launch one server.
+
+    Attributes:
+        model: target, a directory or a hub id.
+        drafter: DFlow or DFlash drafter; None serves without speculation.
+        algorithm: `--speculative-algorithm`, used when there is a drafter.
+        dtype: `--dtype`; `float32` for bit-stable comparisons.
+        extra_args: further `sglang.launch_server` arguments.
+        env: additional environment variables.
+    """
+
+    model: str
+    drafter: str | None = None
+    algorithm: str = "DFLOW"
+    dtype: str = "auto"
+    extra_args: Sequence[str] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+    def argv(self, port: int) -> list[str]:
+        """Return the launch command."""
+        argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype]
+        if self.drafter is not None:
+            argv += ["--speculative-algorithm", self.algorithm, "--speculative-draft-model-path", self.drafter]
+        if not has_cuda():
+            argv += ["--device", "cpu"]
+        return [*argv, *self.extra_args]
+
+    def environ(self) -> dict[str, str]:
+        """Return the child's environment."""
+        environ = {**os.environ, **self.env}
+        if not has_cuda():
+            environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
+        return environ
+
+
+class Server:
+    """One running server. Use as a context manager; leaving it stops the whole process group."""
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        log: Log = print,
+        log_path: Path | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.spec = spec
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        self._start_timeout_s = start_timeout_s
+        if log_path is None:
+            handle, name = tempfile.mkstemp(prefix="sglang-dflow-", suffix=".log")
+            os.close(handle)
+            log_path = Path(name)
+        self.log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        argv = self.spec.argv(self.port)
+        self._log(f"$ {shlex.join(argv)}")
+        with self.log_path.open("wb") as sink:
+            self._process = subprocess.Popen(
+                argv,
+                env=self.spec.environ(),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    def log_text(self) -> str:
+        """Return what the server has logged so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        began = told = time.monotonic()
+        while True:
+            code = self._process.poll()
+            if code is not None:
+                raise RuntimeError(self._failure(f"the server stopped while starting, exit code {code}"))
+            if self._is_healthy():
+                self._log(f"  server ready after {time.monotonic() - began:.0f} s (log: {self.log_path})")
+                return
+            now = time.monotonic()
+            if now - began > self._start_timeout_s:
+                raise RuntimeError(self._failure(f"the server is not healthy after {self._start_timeout_s:.0f} s"))
+            if now - told > 5.0:
+                told = now
+                self._log(f"  waiting for the server, {now - began:.0f} s")
+            time.sleep(0.25)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _failure(self, what: str) -> str:
+        tail = "\n".join(self.log_text().splitlines()[-_FAILURE_LINES:])
+        return f"{what}. The end of its log ({self.log_path}):\n{tail}"
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Stop the server and everything it started. Does nothing if it is stopped already."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
+            try:
+                os.killpg(process.pid, sign)
+            except ProcessLookupError:
+                break
+            if _wait_for_group(process, wait_s):
+                break
+        process.wait()
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 600.0) -> Any:
+        """POST JSON and return the JSON answer. Raises RuntimeError with the server's words on a failure."""
+        return post(self.url, path, body, timeout_s=timeout_s)
+
+    def server_info(self) -> dict[str, Any]:
+        """Return `/server_info`."""
+        return server_info(self.url)
+
+
+def _wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Wait until no process of the group is left; the leader is reaped on the way."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        process.poll()
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def post(url: str, path: str, body: dict[str, Any], *, timeout_s: float = 600.0) -> Any:
+    """POST JSON to a server and return the JSON answer.
+
+    Raises:
+        RuntimeError: the server answered with an error; carries its status and text.
+    """
+    answer = requests.post(f"{url}{path}", json=body, timeout=timeout_s)
+    if answer.status_code != 200:
+        raise RuntimeError(f"{url}{path} answered {answer.status_code}: {answer.text[:500]}")
+    return answer.json()
+
+
+def server_info(url: str) -> dict[str, Any]:
+    """Return `/server_info` of a server."""
+    answer = requests.get(f"{url}/server_info", timeout=60)
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def relay_state(url: str) -> dict[str, Any]:
+    """Return the relay's counters and switch of a DFLOW server (`internal_states[0].dflow`).
+
+    Raises:
+        RuntimeError: the server does not run DFLOW.
+    """
+    info = server_info(url)
+    for state in info.get("internal_states") or []:
+        if "dflow" in state:
+            return dict(state["dflow"])
+    raise RuntimeError(f"{url} does not run DFLOW: /server_info has no dflow state")
+
+
+def set_relay(url: str, enabled: bool) -> None:
+    """Switch relaying of a running DFLOW server.
+
+    Raises:
+        RuntimeError: the server refused.
+    """
+    answer = post(url, "/set_internal_state", {"server_args": {"dflow_relay": int(enabled)}})
+    if not all(answer):  # one bool per data-parallel rank
+        raise RuntimeError(f"{url} refused to switch the relay {'on' if enabled else 'off'}: {answer}")

@@ -1,0 +1,172 @@
+"""DFlash-family checkpoint -> DFlow checkpoint with a zero relay, and back.
+
+Owns the conversion of config.json and the relay's initial tensors. Everything else is carried over byte for byte:
+existing tensors keep type and content, other config fields keep their values, other files are copied. The relay's
+last layer starts at zero, so a converted drafter decodes exactly like the DFlash drafter it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dflow.config import DFLOW_ARCHITECTURES, RELAY_PREFIXES, DFlowConfig, checkpoint_problems, raise_problems
+from sglang_dflow.relay.modulation import RelayModulation
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def convert_dflash_to_dflow(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    relay_source: str = "first_rejection",
+    relay_hidden_size: int | None = None,
+    relay_activation: str = "silu",
+    seed: int = 0,
+) -> Path:
+    """Write ``dst``: the drafter of ``src`` with a zero-initialised relay.
+
+    ``relay_hidden_size`` defaults to the drafter's hidden size. ``seed`` draws the relay's first layer.
+    """
+    src, dst = Path(src), Path(dst)
+    config = _read_config(src)
+    names = _swap_architectures(config, DFLOW_ARCHITECTURES, src, "sglang-dflow convert SRC DST expects a DFlash drafter")
+    dflow = {
+        "relay_source": relay_source,
+        "relay_hidden_size": int(relay_hidden_size or config["hidden_size"]),
+        "relay_activation": relay_activation,
+    }
+    converted = _insert_after(config | {"architectures": names}, "dflash_config", "dflow_config", dflow)
+    raise_problems(checkpoint_problems(converted), where=f"the conversion of {src}")
+    parsed = DFlowConfig.from_checkpoint(converted, where=str(src))
+
+    def edit(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        dtype = tensors["fc.weight"].dtype if "fc.weight" in tensors else next(iter(tensors.values())).dtype
+        relay = relay_tensors(parsed, dtype, seed)
+        clash = sorted(set(relay) & set(tensors))
+        if clash:
+            raise ValueError(f"{src} already holds relay tensors {clash}; expected a plain DFlash drafter.")
+        return tensors | relay
+
+    return _write(src, dst, converted, edit)
+
+
+def strip_relay(src: str | Path, dst: str | Path) -> Path:
+    """Write ``dst``: the DFlow drafter of ``src`` without its relay, a plain DFlash-family drafter."""
+    src, dst = Path(src), Path(dst)
+    config = _read_config(src)
+    back = {new: old for old, new in DFLOW_ARCHITECTURES.items()}
+    names = _swap_architectures(config, back, src, "--strip expects a DFlow drafter")
+    stripped = {k: v for k, v in (config | {"architectures": names}).items() if k != "dflow_config"}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(RELAY_PREFIXES)}
+
+    return _write(src, dst, stripped, edit)
+
+
+def relay_tensors(config: DFlowConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """A fresh relay's tensors: first layer random, last layer zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        relay = RelayModulation(
+            config.hidden_size,
+            config.relay_hidden_size,
+            activation=config.relay_activation,
+            norm_eps=config.relay_norm_eps,
+        )
+    return {name: tensor.to(dtype).contiguous() for name, tensor in relay.state_dict().items()}
+
+
+def _read_config(src: Path) -> dict[str, Any]:
+    path = src / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{src} holds no config.json; expected a drafter checkpoint directory.")
+    config: dict[str, Any] = json.loads(path.read_text())
+    return config
+
+
+def _swap_architectures(config: dict[str, Any], table: dict[str, str], src: Path, expected: str) -> list[str]:
+    names = list(config.get("architectures") or [])
+    if not names or any(name not in table for name in names):
+        raise ValueError(f"{src} has architectures {names}, expected one of {sorted(table)}: {expected}.")
+    return [table[name] for name in names]
+
+
+def _insert_after(config: dict[str, Any], anchor: str, name: str, value: Any) -> dict[str, Any]:
+    """``config`` with ``name`` behind ``anchor`` (or at the end), other fields in their order."""
+    out: dict[str, Any] = {}
+    for key, old in config.items():
+        out[key] = old
+        if key == anchor:
+            out[name] = value
+    out.setdefault(name, value)
+    return out
+
+
+def _write(
+    src: Path,
+    dst: Path,
+    config: dict[str, Any],
+    edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Path:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if (src / INDEX).exists() or not (src / WEIGHTS).is_file():
+        raise ValueError(
+            f"{src} must hold one {WEIGHTS} (drafters are small); sharded or missing weights are not supported. "
+            "Remedy: save the drafter again as one safetensors file."
+        )
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise ValueError(f"{dst} exists and is not an empty directory; choose another destination.")
+    with safe_open(src / WEIGHTS, framework="pt") as handle:
+        metadata = handle.metadata()
+        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
+    edited = edit(tensors)
+    dst.mkdir(parents=True, exist_ok=True)
+    for path in src.iterdir():
+        if path.is_file() and path.name not in (WEIGHTS, "config.json", "README.md"):
+            shutil.copy2(path, dst / path.name)
+    save_file(edited, dst / WEIGHTS, metadata=metadata)
+    (dst / WEIGHTS).chmod(0o644)
+    (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return dst
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``sglang-dflow convert SRC DST``: add a zero relay to a DFlash drafter, or take a relay off (--strip)."""
+    parser = argparse.ArgumentParser(prog="sglang-dflow convert", description=main.__doc__)
+    parser.add_argument("src", type=Path, help="checkpoint directory: config.json and model.safetensors")
+    parser.add_argument("dst", type=Path, help="directory to write; must not exist or be empty")
+    parser.add_argument("--strip", action="store_true", help="DFlow -> DFlash: remove the relay")
+    parser.add_argument("--relay-source", choices=["first_rejection", "suffix"], default="first_rejection")
+    parser.add_argument("--relay-hidden-size", type=int, default=None, help="default: the drafter's hidden size")
+    parser.add_argument("--relay-activation", default="silu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.strip:
+        strip_relay(args.src, args.dst)
+    else:
+        convert_dflash_to_dflow(
+            args.src,
+            args.dst,
+            relay_source=args.relay_source,
+            relay_hidden_size=args.relay_hidden_size,
+            relay_activation=args.relay_activation,
+            seed=args.seed,
+        )
+    print(f"wrote {args.dst}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,22 @@
+"""The real pair that the tests serve: SmolLM2-135M-Instruct and the drafter of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_dflow.demo import DEMO_DRAFTER
+from sglang_dflow.demo_model import ensure_demo_target
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory."""
+    return ensure_demo_target()
+
+
+@pytest.fixture(scope="session")
+def drafter() -> Path:
+    """The DFlow drafter that ships in the package."""
+    return DEMO_DRAFTER

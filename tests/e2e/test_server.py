@@ -1,0 +1,87 @@
+"""The served product as a user meets it: OpenAI API, streaming, /server_info, the relay's switch, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from sglang_dflow.server import Server, ServerSpec, post, relay_state, set_relay
+from sglang_dflow.verify import generate_all, mean_tau
+
+QUESTION = [{"role": "user", "content": "Name the four seasons of the year."}]
+
+
+@pytest.fixture(scope="module")
+def server(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    spec = ServerSpec(model=str(target), drafter=str(drafter), dtype="float32")
+    with Server(spec, log_path=tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def test_start_line_names_the_relay(server: Server) -> None:
+    """The line that README tells the user to look for."""
+    assert "DFLOW relay on. drafter=DFlowDraftModel block_size=8 relay_source=" in server.log_text()
+
+
+def test_chat_completion_and_stream_agree(client: OpenAI) -> None:
+    """Streaming must not lose, repeat or reorder tokens of accepted runs."""
+    arguments: dict[str, Any] = {"model": "default", "messages": QUESTION, "temperature": 0.0, "max_tokens": 40}
+    whole = client.chat.completions.create(**arguments)
+    pieces = [
+        event.choices[0].delta.content or ""
+        for event in client.chat.completions.create(**arguments, stream=True)
+        if event.choices
+    ]
+    assert len(pieces) > 3
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert whole.usage is not None and whole.usage.completion_tokens > 1
+
+
+def test_server_info_shows_the_relay(server: Server, prompts_ids: list[list[int]]) -> None:
+    before = relay_state(server.url)
+    generate_all(server.url, prompts_ids[:2], concurrency=1, max_new_tokens=24)
+    after = relay_state(server.url)
+    assert after["relay"] == "on"
+    assert after["pool_bytes"] > 0
+    assert after["eligible_rows"] > before["eligible_rows"]
+    assert before["relayed_rows"] < after["relayed_rows"] <= after["eligible_rows"]
+    assert after["relay_hit_rate"] == pytest.approx(after["relayed_rows"] / after["eligible_rows"])
+
+
+def test_relay_switch_changes_drafts_not_output(server: Server, prompts_ids: list[list[int]]) -> None:
+    """Off at run time relays no row; on again relays; the text never changes."""
+    answers = {}
+    for relay in (True, False):
+        set_relay(server.url, relay)
+        before = relay_state(server.url)
+        assert before["relay"] == ("on" if relay else "off")
+        answers[relay] = generate_all(server.url, prompts_ids[:6], concurrency=2, max_new_tokens=48)
+        relayed = relay_state(server.url)["relayed_rows"] - before["relayed_rows"]
+        assert (relayed > 0) is relay
+    set_relay(server.url, True)
+    assert [a.output_ids for a in answers[True]] == [a.output_ids for a in answers[False]]
+    assert mean_tau(answers[True]) != mean_tau(answers[False])
+
+
+def test_switch_refuses_nonsense(server: Server) -> None:
+    assert post(server.url, "/set_internal_state", {"server_args": {"dflow_relay": 7}}) == [False]
+    assert relay_state(server.url)["relay"] == "on"
+
+
+def test_stop_leaves_no_process(target: Path, drafter: Path, server: Server) -> None:
+    """`Server` stops by process group: a scheduler left behind would burn a core for ever."""
+    import os
+
+    group = server.pid
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)

@@ -1,0 +1,100 @@
+"""What we rely on in SGLang 0.5.23: fails with names when the host moves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from sglang.srt.models.dflash import DFlashDraftModel
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_dflow.algorithm import NAME, DFlowAlgorithm
+from sglang_dflow.compat import HOST_VERSION, installed_host_version
+from sglang_dflow.cpu.hooks import CPU_HOOKS
+from sglang_dflow.hooks import HOOKS
+from sglang_dflow.hooks.ledger import LEDGER, render
+from sglang_dflow.hooks.record import fingerprint
+from sglang_dflow.serving.draft_model import RelayMixin
+from sglang_dflow.serving.worker import DFlowWorker
+
+OVERRIDDEN = {
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.alloc_memory_pool": "9bd919b25432335e",
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation": "f42a3bb18adba2a5",
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2._accept_block": "d06ac1b8f8de12b1",
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": "fae12d81a6e1bb85",
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.clear_cache_pool": "9e451b5b28a83237",
+    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.weight_update_runners": "5c364abd60765c19",
+    "sglang.srt.models.dflash:DFlashDraftModel.project_target_hidden": "59a15bcf635c6844",
+    "sglang.srt.models.dflash:DFlashDraftModel.forward": "8064c02b39e05506",
+    "sglang.srt.models.dflash:DFlashDraftModel.load_weights": "47b40b19d319919a",
+    "sglang.srt.arg_groups.speculative_hook:_handle_dflash": "12b1b03eca9f51ca",
+    "sglang.srt.managers.overlap_utils:FutureMap.__init__": "16a3717abc852597",
+}
+"""Host code that we override or call, and the fingerprint it had when that was written."""
+
+
+def _interface(cls: type) -> set[str]:
+    # `vars`, not `dir`: EnumMeta hides instance methods from dir().
+    return {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
+
+
+def test_host_is_the_pinned_one() -> None:
+    assert installed_host_version() == HOST_VERSION
+
+
+def test_dflow_has_the_whole_interface_of_the_host_enum() -> None:
+    """The host's own guard compares `is_*` and `supports_*` only; every public method can be called on us."""
+    missing = _interface(SpeculativeAlgorithm) - {name for name in dir(DFlowAlgorithm)}
+    assert missing == set()
+
+
+def test_supplements_are_still_needed() -> None:
+    """The methods that CustomSpecAlgo lacks: when the host adds one, ours should call super or go."""
+    lacking = _interface(SpeculativeAlgorithm) - set(dir(CustomSpecAlgo))
+    assert lacking == {"carries_draft_hidden_states", "create_future_map", "get_platform_worker_cls", "need_topk"}
+
+
+def test_answers_are_those_of_dflash() -> None:
+    """Every parameterless question of the host gets the answer that DFLASH gets."""
+    ours = DFlowAlgorithm(NAME, lambda server_args: object, supports_overlap=True)
+    asked = 0
+    for name in sorted(_interface(SpeculativeAlgorithm)):
+        if not name.startswith(("is_", "supports_", "has_", "need_", "carries_")):
+            continue
+        assert getattr(ours, name)() == getattr(SpeculativeAlgorithm.DFLASH, name)(), name
+        asked += 1
+    assert asked >= 20
+
+
+@pytest.mark.parametrize("target", sorted(OVERRIDDEN))
+def test_overridden_host_code_is_unchanged(target: str) -> None:
+    """Names the host method that changed since we overrode it: read its diff before taking the new fingerprint."""
+    assert fingerprint(target) == OVERRIDDEN[target]
+
+
+def test_every_override_is_fingerprinted() -> None:
+    """An override added without a fingerprint would not be watched."""
+    listed = {target.split(":")[1] for target in OVERRIDDEN}
+    for ours, host in ((DFlowWorker, DFlashWorkerV2), (RelayMixin, DFlashDraftModel)):
+        for name in vars(ours):
+            if inspect.isfunction(vars(ours)[name]) and name in vars(host) and name != "__init__":
+                assert f"{host.__name__}.{name}" in listed
+
+
+@pytest.mark.parametrize("record", [*HOOKS, *CPU_HOOKS], ids=lambda record: record.name)
+def test_hook_target_is_unchanged(record) -> None:
+    assert fingerprint(record.target) == record.fingerprint
+    assert record.host_version == HOST_VERSION
+    assert record.why and record.how and record.tried and record.upstream and record.remove_when and record.test
+
+
+def test_hook_names_are_unique() -> None:
+    names = [record.name for record in (*HOOKS, *CPU_HOOKS)]
+    assert len(set(names)) == len(names)
+
+
+def test_ledger_is_generated() -> None:
+    """`make ledger` was run after the last change of a record."""
+    assert LEDGER.read_text() == render()

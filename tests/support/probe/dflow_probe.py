@@ -1,0 +1,67 @@
+"""A second SGLang plugin, for tests only: looks into a real server, or breaks it on purpose.
+
+Found by the host through the `.dist-info` beside this file when the tests put this directory on a server's
+PYTHONPATH; it never ships. What it does is chosen by the JSON in DFLOW_PROBE:
+
+    {"trace": FILE}            append one JSON line per verified block: prefix lengths, proposals, accept lengths
+    {"noise": true}            the relay pool stores noise instead of states (output must not change)
+    {"greedy_verify": true}    sampled requests are verified greedily (a distribution test must notice)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+
+def register() -> None:
+    wanted = json.loads(os.environ.get("DFLOW_PROBE", "{}"))
+    if "trace" in wanted:
+        _trace(wanted["trace"])
+    if wanted.get("noise"):
+        _noise()
+    if wanted.get("greedy_verify"):
+        _greedy_verify()
+
+
+def _trace(path: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def after(result: Any, worker: Any, *, candidates: Any, prefix_lens: Any, **kwargs: Any) -> None:
+        entry = {
+            "prefix_lens": prefix_lens.tolist(),
+            "proposals": candidates.tolist(),
+            "accept_lens": result[0].tolist(),
+        }
+        with open(path, "a") as sink:
+            sink.write(json.dumps(entry) + "\n")
+
+    target = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._accept_block"
+    HookRegistry.register(target, after, HookType.AFTER)
+
+
+def _noise() -> None:
+    import torch
+
+    from sglang_dflow.relay.pool import RelayPool
+
+    store = RelayPool.store
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(self: RelayPool, req_pool_indices: torch.Tensor, block: Any) -> None:
+        noise = torch.randn(block.hidden.shape, generator=generator).to(block.hidden) * 10.0
+        store(self, req_pool_indices, block._replace(hidden=noise))
+
+    RelayPool.store = noisy  # type: ignore[method-assign]
+
+
+def _greedy_verify() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def around(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["sampling_info"] = None  # as if every request were greedy
+        return original(worker, *args, **kwargs)
+
+    target = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._accept_block"
+    HookRegistry.register(target, around, HookType.AROUND)
