@@ -214,10 +214,10 @@ def _hf_name(name: str) -> str:
         return "model.embed_tokens.weight"
     if name == "output_norm.weight":
         return "model.norm.weight"
-    block, layer, part, kind = name.split(".")
-    if block != "blk" or kind != "weight":
-        raise RuntimeError(f"unexpected GGUF tensor {name!r}; expected the Llama layout blk.N.<part>.weight.")
-    return f"model.layers.{layer}.{parts[part]}.weight"
+    match name.split("."):
+        case ["blk", layer, part, "weight"] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}.weight"
+    raise RuntimeError(f"unexpected GGUF tensor {name!r}; expected the Llama layout blk.N.<part>.weight.")
 
 
 def unpermute_rope(weight: Any, heads: int) -> Any:

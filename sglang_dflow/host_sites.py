@@ -89,7 +89,7 @@ HOST_SITES: tuple[HostSite, ...] = (
     HostSite(
         "arg_groups.model_override_base:_forces_eagle_topk_one",
         _WORKS,
-        "Blackwell only: the default attention backend there is flashinfer for DFLOW; --attention-backend trtllm_mha works",
+        "Blackwell only: the default attention backend there is flashinfer for DFLOW; others can be named",
     ),
     HostSite(
         "arg_groups.model_overrides.nemotron_h:_nemotron_h_overrides",

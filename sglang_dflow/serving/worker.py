@@ -12,13 +12,13 @@ called during decode reads a tensor on the host.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
 
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 from sglang_dflow.serving.draft_model import EmbedTokens, RelayMixin
@@ -76,14 +76,16 @@ class DFlowWorker(DFlashWorkerV2):
         draft_model.attach_relay(self._pool, self._embed_tokens())
 
     def _embed_tokens(self) -> EmbedTokens:
-        """The embedding that the drafter's own rows come from (the target's, scaled as the host scales it)."""
-        embedding: VocabParallelEmbedding = unwrap_lora_layer(
-            self.target_worker.model_runner.model.get_input_embeddings()
-        )
-        scale = self._noise_embed_scale
+        """The embedding that the drafter's own rows come from, chosen and scaled as the host's round does it."""
+        target_model = self.target_worker.model_runner.model
+        embed = unwrap_lora_layer(_resolve_dflash_embedding_module(self.draft_model, target_model))
+        full_table, scale = self._full_embed_gpu, self._noise_embed_scale
+        if full_table is not None:
+            # Under data-parallel attention the module's collectives would meet idle ranks; the host keeps a full table.
+            embed = functools.partial(torch.nn.functional.embedding, weight=full_table)
         if scale == 1.0:
-            return embedding
-        return lambda token_ids: embedding(token_ids) * scale
+            return embed
+        return lambda token_ids: embed(token_ids) * scale
 
     def _log_relay(self) -> None:
         dflow = self.draft_model.dflow_config

@@ -7,6 +7,7 @@ of step ``n`` comes from a generator seeded with (seed, n): resuming needs only 
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -65,13 +66,10 @@ def _split(answers: Sequence[Answer], states: torch.Tensor, min_answer: int) -> 
     return out
 
 
-def split_held_out(sequences: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out): a fixed choice by a hash of the id, so it survives added data."""
-    import zlib
-
-    ranked = sorted(sequences, key=lambda sequence: zlib.crc32(sequence.id.encode()))
-    held = {sequence.id for sequence in ranked[:count]}
-    return [s for s in sequences if s.id not in held], ranked[:count]
+def split_held_out(sequences: list[Sample], one_in: int) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out): by a hash of the id, so that a choice survives data that is added later."""
+    held = [s for s in sequences if zlib.crc32(s.id.encode()) % one_in == 0]
+    return [s for s in sequences if zlib.crc32(s.id.encode()) % one_in != 0], held
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, window: int = 16) -> list[list[int]]:

@@ -50,7 +50,7 @@ class Recipe:
     # bookkeeping
     seed: int = 0
     threads: int = 2
-    held_out: int = 48
+    held_out: int = 40  # one conversation in so many is never trained on
     log_steps: int = 20
     eval_steps: int = 500
     checkpoint_steps: int = 250

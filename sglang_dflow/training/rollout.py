@@ -127,7 +127,7 @@ def next_round(
     """The relayed blocks that follow a rollout; blocks without a next anchor or without relay are dropped."""
     next_anchor = rollout.anchors + rollout.accept_len + 1  # P'
     keep = (next_anchor < len(tokens) - 1) & (rollout.accept_len < block_size - 1)
-    anchors, proposals, accept_len, states = (field[keep] for field in rollout)
+    proposals, accept_len, states = rollout.proposals[keep], rollout.accept_len[keep], rollout.states[keep]
     next_anchor = next_anchor[keep]
     positions = next_anchor[:, None] + torch.arange(block_size)  # [A', B]
     source, mask = relay_rows(

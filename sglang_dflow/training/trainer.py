@@ -261,7 +261,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Held-out tau with masks only; keeps the best drafter in ``run_dir/best``."""
-        result = replay(self.drafter, self.target, self.held_out)
+        result = replay(self.drafter, self.target, self.held_out[:48])
         self.log(f"step {self.step} held-out tau {result.tau:.3f} (n={result.rounds} rounds, masks only)")
         if result.tau > self.best_tau:
             self.best_tau = result.tau

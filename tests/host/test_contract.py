@@ -19,13 +19,15 @@ from sglang_dflow.hooks.record import fingerprint
 from sglang_dflow.serving.draft_model import RelayMixin
 from sglang_dflow.serving.worker import DFlowWorker
 
+_WORKER = "sglang.srt.speculative.dflash_worker_v2"
 OVERRIDDEN = {
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.alloc_memory_pool": "9bd919b25432335e",
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation": "f42a3bb18adba2a5",
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2._accept_block": "d06ac1b8f8de12b1",
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": "fae12d81a6e1bb85",
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.clear_cache_pool": "9e451b5b28a83237",
-    "sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.weight_update_runners": "5c364abd60765c19",
+    f"{_WORKER}:_resolve_dflash_embedding_module": "d3413dc05317a60d",
+    f"{_WORKER}:DFlashWorkerV2.alloc_memory_pool": "9bd919b25432335e",
+    f"{_WORKER}:DFlashWorkerV2.forward_batch_generation": "f42a3bb18adba2a5",
+    f"{_WORKER}:DFlashWorkerV2._accept_block": "d06ac1b8f8de12b1",
+    f"{_WORKER}:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": "fae12d81a6e1bb85",
+    f"{_WORKER}:DFlashWorkerV2.clear_cache_pool": "9e451b5b28a83237",
+    f"{_WORKER}:DFlashWorkerV2.weight_update_runners": "5c364abd60765c19",
     "sglang.srt.models.dflash:DFlashDraftModel.project_target_hidden": "59a15bcf635c6844",
     "sglang.srt.models.dflash:DFlashDraftModel.forward": "8064c02b39e05506",
     "sglang.srt.models.dflash:DFlashDraftModel.load_weights": "47b40b19d319919a",

@@ -1,0 +1,175 @@
+"""serving/worker.py over the host's base class, whose own work is replaced: what our overrides add, and when.
+
+The real scheduler and worker run in tests/e2e; here single steps are driven by hand, because a step that leaks one
+request's states into another's draft would only lower acceptance there.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+from sglang_dflow.relay.alignment import RelayRule, RelaySource
+from sglang_dflow.relay.pool import RelayPool
+from sglang_dflow.serving.worker import DFlowWorker
+
+B, H, ROWS = 4, 3, 6
+
+
+class Steps:
+    """A worker without a model: `prefill` and `verify` are the host's two kinds of iteration."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = RelayPool(
+            num_rows=ROWS,
+            block_size=B,
+            hidden_size=H,
+            rule=RelayRule.of(RelaySource.FIRST_REJECTION, shift_label=False),
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.worker: Any = DFlowWorker.__new__(DFlowWorker)
+        self.worker._pool, self.worker.block_size = self.pool, B
+        self.worker._req_pool_indices = self.worker._accepted = None
+        self.projected = torch.empty(0)
+        self.worker.draft_model = SimpleNamespace(take_projected=lambda: self.projected)
+        self.drafted_from: list[torch.Tensor] = []
+        monkeypatch.setattr(DFlashWorkerV2, "_append_target_hidden_to_draft_kv_by_loc", lambda *a, **k: None)
+        monkeypatch.setattr(DFlashWorkerV2, "_accept_block", lambda worker, **k: self._accepted)
+        monkeypatch.setattr(DFlashWorkerV2, "forward_batch_generation", lambda worker, batch: batch.step())
+
+    def _batch(self, slots: list[int], *, extend: bool, step: Any, mixed: bool = False, idle: bool = False) -> Any:
+        mode = SimpleNamespace(is_extend=lambda: extend, is_idle=lambda: idle)
+        return SimpleNamespace(
+            req_pool_indices=torch.tensor(slots), forward_mode=mode, is_extend_in_batch=mixed, step=step
+        )
+
+    def prefill(self, slots: list[int], *, mixed: bool = False) -> None:
+        """One extend iteration over these slots."""
+
+        def step() -> None:
+            self.projected = torch.zeros((5, H))
+            self.worker._append_target_hidden_to_draft_kv_by_loc(commit_lens=None)
+
+        self.worker.forward_batch_generation(self._batch(slots, extend=not mixed, mixed=mixed, step=step))
+
+    def verify(self, slots: list[int], prefix_lens: list[int], accept_lens: list[int], fill: float = 1.0) -> None:
+        """One draft-verify iteration: remembers what the drafts read, then commits."""
+        prefix = torch.tensor(prefix_lens)
+        candidates = torch.arange(len(slots) * B).view(-1, B) + 1000  # [bs, B]
+        accept = torch.tensor(accept_lens, dtype=torch.int32)
+
+        def step() -> None:
+            read = self.pool.read(torch.tensor(slots), prefix.unsqueeze(1) + torch.arange(B))
+            self.drafted_from.append(read.mask.sum(dim=1))
+            self._accepted = (accept, accept + 1, torch.arange(len(slots)) + 7, None, None)
+            self.worker._accept_block(candidates=candidates, prefix_lens=prefix)
+            self.projected = torch.full((len(slots) * B, H), fill)
+            self.worker._append_target_hidden_to_draft_kv_by_loc(commit_lens=accept + 1)
+
+        self.worker.forward_batch_generation(self._batch(slots, extend=False, step=step))
+
+    @property
+    def relayed(self) -> list[int]:
+        """Relayed rows of each request in the last draft."""
+        return self.drafted_from[-1].tolist()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def test_step_table(steps: Steps) -> None:
+    """Join, advance with different accept lengths, full accept, join while decoding, finish, reuse, mixed chunk."""
+    table = [
+        # kind, slots, prefix lengths, accept lengths, relayed rows that this draft must have found, reason
+        ("prefill", [1, 2], None, None, None),
+        ("verify", [1, 2], [10, 20], [0, 2], [0, 0]),  # first round after prefill: plain masks
+        ("verify", [1, 2], [11, 23], [3, 1], [3, 1]),  # a=0 relays 3 rows, a=2 relays 1
+        ("verify", [1, 2], [15, 25], [0, 0], [0, 2]),  # full acceptance leaves nothing
+        ("prefill", [3], None, None, None),  # joins while the others decode
+        ("verify", [2, 3, 1], [26, 5, 16], [1, 1, 0], [3, 0, 3]),  # order of the batch does not matter
+        ("prefill", [1], None, None, None),  # request 1 finished; a new one takes its slot
+        ("verify", [1, 2, 3], [17, 28, 7], [0, 0, 0], [0, 2, 2]),  # at the very position of the old one: nothing
+        ("mixed", [2, 3], None, None, None),  # both advance inside a mixed chunk
+        ("verify", [2, 3], [29, 8], [0, 0], [0, 0]),
+    ]
+    for kind, slots, prefix_lens, accept_lens, expected in table:
+        if kind == "verify":
+            steps.verify(slots, prefix_lens, accept_lens)
+            assert steps.relayed == expected, (slots, prefix_lens)
+        else:
+            steps.prefill(slots, mixed=kind == "mixed")
+
+
+def test_boundary_of_a_round(steps: Steps) -> None:
+    """Bonus, rejected token and next prefix length of three accept lengths; the rejected one is row a+1."""
+    steps.verify([1, 2, 3], [10, 20, 30], [0, 2, 3])
+    assert steps.pool.next_prefix_len[1:4].tolist() == [11, 23, 34]
+    assert steps.pool.accept_len[1:4].tolist() == [0, 2, 3]
+    assert steps.pool.bonus[1:4].tolist() == [7, 8, 9]
+    assert steps.pool.rejected[1:3].tolist() == [1001, 1007]
+
+
+def test_planted_state_reaches_no_other_request(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Isolation through slot reuse; and the same scenario leaks when the invalidation is taken away."""
+
+    def reuse() -> int:
+        steps.prefill([4])
+        steps.verify([4], [10], [0], fill=666.0)  # the plant
+        steps.prefill([4])  # a new request, same slot, same position
+        steps.verify([4], [11], [0])
+        return steps.relayed[0]
+
+    assert reuse() == 0
+    monkeypatch.setattr(RelayPool, "invalidate", lambda pool, indices: None)
+    assert reuse() == 3
+
+
+@pytest.mark.parametrize("forget", ["clear_cache_pool", "weight_update_runners"])
+def test_flush_and_weight_update_forget(steps: Steps, forget: str) -> None:
+    steps.worker.draft_model_runner = None
+    steps.prefill([1])
+    steps.verify([1], [10], [0])
+    getattr(steps.worker, forget)()
+    steps.verify([1], [11], [0])
+    assert steps.relayed == [0]
+
+
+def test_idle_iteration_touches_nothing(steps: Steps) -> None:
+    """An idle data-parallel rank runs an empty extend: its indices are empty or stale."""
+    steps.prefill([1])
+    steps.verify([1], [10], [0])
+    batch = steps._batch([1], extend=True, idle=True, step=lambda: None)
+    steps.worker.forward_batch_generation(batch)
+    steps.verify([1], [11], [0])
+    assert steps.relayed == [3]
+
+
+def test_no_host_read_in_the_decode_path(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6: one round of our overrides with every way to read a tensor on the host made to raise."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("host read in the decode path")
+
+    steps.prefill([1, 2])
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    steps.verify([1, 2], [10, 20], [0, 3])
+    monkeypatch.undo()
+    assert steps.relayed == [0, 0]
+
+
+def test_without_a_pool_the_worker_is_the_hosts(steps: Steps) -> None:
+    """I5: switched off at start, no override does anything of its own; switching on at run time is refused."""
+    steps.worker._pool = None
+    steps.verify([1], [10], [0])
+    assert (steps.pool.next_prefix_len == -1).all()
+    assert steps.worker.relay_state() == {"relay": "off"}
+    with pytest.raises(ValueError, match="switched off at start by SGLANG_DFLOW_RELAY"):
+        steps.worker.set_relay_enabled(True)
