@@ -29,4 +29,4 @@ ledger: setup
 	$(PY) -m sglang_dflow.hooks.ledger
 
 bench: setup
-	$(PY) -m benchmarks.acceptance
+	$(PY) -m benchmarks.demo_pair

@@ -28,4 +28,6 @@ def activate() -> str | None:
     # Read by libgomp when it is loaded: too late for this process, in time for the workers it starts.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", GOMP_SPINCOUNT)
+    # CUDA keeps the rotary table in fp32; off CUDA the host would round it to the model's type.
+    os.environ.setdefault("SGLANG_ROPE_CACHE_FP32", "1")
     return PLATFORM_CLASS

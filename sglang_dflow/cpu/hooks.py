@@ -94,6 +94,26 @@ def _install_input_embeds_dtype() -> None:
     ModelRunner._extend_forward_kwargs = extend_forward_kwargs  # type: ignore[method-assign]
 
 
+def _install_draft_head() -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    from sglang_dflow.cpu.linear import PackedHeadMethod
+
+    original = DFlashWorkerV2._greedy_sample_from_vocab_parallel_head
+
+    @functools.wraps(original)
+    def greedy_sample(self: Any, *, hidden_states: torch.Tensor, lm_head: Any, **kwargs: Any) -> torch.Tensor:
+        method = getattr(lm_head, "quant_method", None)
+        shard = getattr(lm_head, "shard_indices", None)
+        whole = shard is not None and shard.num_org_elements == lm_head.org_vocab_size and not shard.num_added_elements
+        if not (whole and isinstance(method, PackedHeadMethod)):
+            return original(self, hidden_states=hidden_states, lm_head=lm_head, **kwargs)
+        logits = method.apply(lm_head, hidden_states)  # [rows, padded vocabulary]
+        return torch.argmax(logits[:, : lm_head.org_vocab_size], dim=-1)
+
+    DFlashWorkerV2._greedy_sample_from_vocab_parallel_head = greedy_sample  # type: ignore[method-assign]
+
+
 CPU_HOOKS: tuple[HookRecord, ...] = (
     HookRecord(
         name="cpu-assign-req-to-token-pool",
@@ -162,6 +182,20 @@ CPU_HOOKS: tuple[HookRecord, ...] = (
         remove_when="the host casts input_embeds to the model's dtype",
         test="tests/host/test_cpu_hooks.py",
         install=_install_input_embeds_dtype,
+    ),
+    HookRecord(
+        name="cpu-draft-head",
+        target="sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2._greedy_sample_from_vocab_parallel_head",
+        host_version=HOST_VERSION,
+        fingerprint="a576d9f68d835316",
+        why="the drafts' argmax multiplies by the head's dense weight, a fifth of a speculative round here; the packed "
+        "weight of cpu/linear.py takes half to a third of that time",
+        how="asks the head's own method for the logits when one rank holds the whole vocabulary, else the original",
+        tried="PackedHeadMethod alone: the logits processor asks the head's method, this function reads lm_head.weight",
+        upstream="none yet",
+        remove_when="the function asks lm_head.quant_method as LogitsProcessor does, or packing is removed",
+        test="tests/host/test_cpu_hooks.py",
+        install=_install_draft_head,
     ),
 )
 

@@ -97,6 +97,9 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return TorchMHATokenToKVPool
 
+    def get_dispatch_key_name(self) -> str:
+        return PLATFORM_NAME
+
     def get_compile_backend(self, mode: str | None = None) -> str:
         # The host decorates small functions with torch.compile; "eager" keeps a C++ compiler off the critical path.
         return "eager"
@@ -108,10 +111,14 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Called by the host once per loaded model, in the worker, after all of its modules are imported."""
         import sglang_dflow.cpu.attention  # noqa: F401  (importing it registers the backend)
+        from sglang_dflow.cpu.fused_ops import register_fused_ops
         from sglang_dflow.cpu.hooks import install_cpu_hooks
+        from sglang_dflow.cpu.linear import pack_linears
 
         install_cpu_hooks()
+        register_fused_ops()
         _disable_triton_qk_norm_rope(model)
+        pack_linears(model)
 
     def get_torch_profiler_activity_str(self) -> str:
         return "CPU"

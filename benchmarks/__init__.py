@@ -1,0 +1,1 @@
+"""Measurements of the product: arms as data, real servers, a table and one JSON line."""
