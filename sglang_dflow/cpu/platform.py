@@ -8,9 +8,10 @@ deferred: the host resolves its platform while its own modules are still being i
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRTPlatform
 
 from sglang_dflow.cpu import PLATFORM_NAME
-
-logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = PLATFORM_NAME
 SPECULATIVE_ALGORITHMS = ("DFLASH", "DFLOW")
@@ -56,11 +55,8 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Set what has no other sensible value on this platform; warn where a request cannot be honoured."""
-        requested = server_args.attention_backend
-        # The host has already put its own CPU default (`intel_amx` or `torch_native`) here when none was given.
-        if requested not in (None, ATTENTION_BACKEND):
-            logger.debug("attention_backend %r replaced by %r on this platform", requested, ATTENTION_BACKEND)
+        """Set what has no other sensible value on this platform, and default what was not given."""
+        # Not a default: no other backend runs here, and the host has already put its own CPU choice in this field.
         server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = "pytorch"
         server_args.cuda_graph_config = _graphs_off(server_args.cuda_graph_config)
@@ -71,6 +67,9 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+        if server_args.dtype == "auto" and _checkpoint_dtype(server_args.model_path) == "float32":
+            # The host's "auto" would serve it in fp16: slower here, and no longer exact.
+            server_args.dtype = "float32"
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -141,6 +140,16 @@ def _add_choices() -> None:
         add_attention_backend_choices([ATTENTION_BACKEND])
     if ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
+
+
+def _checkpoint_dtype(model_path: str) -> str | None:
+    """Return the floating-point type that a local checkpoint's config names; None when it cannot be read here."""
+    config = Path(model_path) / "config.json"
+    if not config.is_file():
+        return None
+    fields = json.loads(config.read_text())
+    found = fields.get("dtype", fields.get("torch_dtype"))
+    return found if isinstance(found, str) else None
 
 
 def _graphs_off(config: Any) -> Any:

@@ -125,7 +125,9 @@ def compute_sampled_accept_and_bonus(
 
     distribution = _distribution_of_block(next_token_logits, sampling_info, block_size, max_top_k)
     # Row j judges the draft of row j + 1; the last row judges none, and -1 matches no token.
-    judged = torch.cat([candidates[:, 1:], candidates.new_full((bs, 1), -1)], dim=1).to(torch.int64)  # [bs, B]
+    judged = torch.cat([candidates[:, 1:], candidates.new_full((bs, 1), -1)], dim=1).to(
+        torch.int64
+    )  # [bs, B]
     proposals = judged[:, :-1]
     p_draft = probability_of(distribution, judged.clamp(min=0).reshape(-1)).view(bs, block_size)[:, :-1]
     # Strictly below: a uniform of exactly 0 must not accept a token of probability 0.
