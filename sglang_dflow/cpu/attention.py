@@ -7,12 +7,12 @@ One plan per forward (`AttentionPlan`): which slots to read and where the querie
   attention call per layer for the whole batch, KV padded to the longest request and masked;
 - *ragged* (extend, chunked prefill, mixed): one gather per layer, one attention call per request and layer.
 
-Symbols: `N` query rows, `bs` requests, `Q` queries per request, `S` longest KV length, `Hq`/`Hkv` heads, `G = Hq / Hkv`,
-`D` head dim. Grouped queries are folded into the query axis (`[Hkv, G * Q]` against `[Hkv, S]`), so K and V are never
-repeated. `scaled_dot_product_attention` accumulates its softmax in fp32 for every input type.
+Symbols: `N` query rows, `bs` requests, `Q` queries per request, `S` longest KV length, `Hq`/`Hkv` heads,
+`G = Hq / Hkv`, `D` head dim. Grouped queries are folded into the query axis (`[Hkv, G * Q]` against `[Hkv, S]`), so
+K and V are never repeated. `scaled_dot_product_attention` accumulates its softmax in fp32 for every input type.
 
-Relies on SGLang 0.5.23: `AttentionBackend`, `KVWriteLoc.for_layer`, `ForwardBatch` lengths (a verify's `seq_lens` exclude
-its block). Refused with an error: cross attention, logit capping, attention sinks, hybrid sliding-window pools.
+Relies on SGLang 0.5.23: `AttentionBackend`, `KVWriteLoc.for_layer`, `ForwardBatch` lengths (a verify's `seq_lens`
+exclude its block). Refused with an error: cross attention, logit capping, attention sinks, hybrid sliding-window pools.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def visibility_mask(
 ) -> torch.Tensor | None:
     """Return the additive mask `[bs, Q, S]` of a padded batch, or None when every query sees every key.
 
-    Query `i` of a request stands at position `kv_len - q_len + i`. It sees key `j` when `j < kv_len`, and `j <= position`
-    if causal, and `j >= position - window` if a window is set (the host's convention: `window` keys before its own).
+    Query `i` of a request stands at position `kv_len - q_len + i`. It sees key `j` when `j < kv_len`, and
+    `j <= position` if causal, and `j >= position - window` if a window is set (the host's convention: `window` keys
+    before its own).
     """
     bs, q_len, max_kv = len(q_lens), q_lens[0], max(kv_lens)
     ragged = len(set(kv_lens)) > 1

@@ -42,6 +42,12 @@ def _install_assign_req_to_token_pool() -> None:
     rebind(allocation.assign_req_to_token_pool_func, assign_req_to_token_pool)
 
 
+def _install_last_loc() -> None:
+    from sglang.srt.mem_cache import allocation
+
+    rebind(allocation.get_last_loc, allocation.get_last_loc_torch)
+
+
 def _install_record_stream() -> None:
     if getattr(torch.Tensor.record_stream, "_dflow_cpu", False):
         return
@@ -54,7 +60,7 @@ def _install_record_stream() -> None:
             original(self, stream)
 
     record_stream._dflow_cpu = True  # type: ignore[attr-defined]
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = record_stream
 
 
 def _install_sampled_verify() -> None:
@@ -91,7 +97,7 @@ def _install_input_embeds_dtype() -> None:
             prepared["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
         return prepared
 
-    ModelRunner._extend_forward_kwargs = extend_forward_kwargs  # type: ignore[method-assign]
+    ModelRunner._extend_forward_kwargs = extend_forward_kwargs
 
 
 def _install_draft_head() -> None:
@@ -115,7 +121,7 @@ def _install_draft_head() -> None:
         logits = method.apply(lm_head, hidden_states)  # [rows, padded vocabulary]
         return torch.argmax(logits[:, : lm_head.org_vocab_size], dim=-1)
 
-    DFlashWorkerV2._greedy_sample_from_vocab_parallel_head = greedy_sample  # type: ignore[method-assign]
+    DFlashWorkerV2._greedy_sample_from_vocab_parallel_head = greedy_sample
 
 
 CPU_HOOKS: tuple[HookRecord, ...] = (
@@ -131,6 +137,19 @@ CPU_HOOKS: tuple[HookRecord, ...] = (
         remove_when="the host asks capabilities.supports_triton or a platform factory here",
         test="tests/host/test_cpu_hooks.py, tests/unit/test_cpu_cache_locs.py",
         install=_install_assign_req_to_token_pool,
+    ),
+    HookRecord(
+        name="cpu-last-loc",
+        target="sglang.srt.mem_cache.allocation:get_last_loc",
+        host_version=HOST_VERSION,
+        fingerprint="b14bba7a1b96ac12",
+        why="with a page size above 1 every allocation launches a Triton kernel, chosen by a list of backend names",
+        how="binds the host's own torch twin, get_last_loc_torch, in its place",
+        tried="PlatformCapabilities(supports_triton=False) and support_triton() of the backend: neither is asked here",
+        upstream="none yet",
+        remove_when="get_last_loc asks capabilities.supports_triton, as the paged allocator beside it does",
+        test="tests/host/test_cpu_hooks.py",
+        install=_install_last_loc,
     ),
     HookRecord(
         name="cpu-record-stream",

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from sglang_dflow.hooks.internal_state import INTERNAL_STATE_HOOKS
 from sglang_dflow.hooks.record import HookRecord
+from sglang_dflow.hooks.requests import REQUEST_HOOKS
 
-HOOKS: tuple[HookRecord, ...] = INTERNAL_STATE_HOOKS
+HOOKS: tuple[HookRecord, ...] = (*INTERNAL_STATE_HOOKS, *REQUEST_HOOKS)

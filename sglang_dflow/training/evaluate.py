@@ -164,7 +164,7 @@ def _replay_batch(
     block = drafter.config.block_size
     rule = RelayRule.of(RelaySource(drafter.config.relay_source), shift_label=False)
     batch = collate(samples, indices, block)
-    context = drafter.context(batch.captured)
+    context = drafter.context(batch.captured.to(target.dtype))
     target_context = _target_context(target, batch) if relay else None
     carry = _Carry(len(indices), block, batch.captured.shape[-1], batch.captured.dtype) if relay else None
     anchors, relayed_rounds = batch.prompt_lens.clone(), 0  # [S]
@@ -174,7 +174,7 @@ def _replay_batch(
             return relayed_rounds
         at = anchors[rows]
         anchor_ids = batch.tokens[rows, at]
-        embeds = drafter.plain_embeds(target, anchor_ids[:, None], torch.bfloat16)  # [S', 1, B, H]
+        embeds = drafter.plain_embeds(target, anchor_ids[:, None], target.dtype)  # [S', 1, B, H]
         if carry is not None:
             relayed = carry.relayed(rows, at, anchor_ids, rule)
             relayed_rounds += int(relayed.mask.any(-1).sum())

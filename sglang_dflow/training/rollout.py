@@ -111,8 +111,8 @@ def make_rollout(drafter: Drafter, target: Target, sample: Sample, count: int, g
     anchors = sample_anchors(batch, count, generator).unique(dim=1)  # [1, A]
     anchor_ids = batch.tokens.gather(1, anchors)
     with torch.no_grad():
-        context = drafter.context(batch.captured)
-    drafts = propose(drafter, target, drafter.plain_embeds(target, anchor_ids, torch.bfloat16), anchors, context)
+        context = drafter.context(batch.captured.to(target.dtype))
+    drafts = propose(drafter, target, drafter.plain_embeds(target, anchor_ids, target.dtype), anchors, context)
     proposals = torch.cat([anchor_ids[:, :, None], drafts], dim=-1)[0]  # [A, B]
     positions = anchors[0][:, None] + torch.arange(block)
     length = len(sample.tokens)

@@ -4,7 +4,11 @@ Owns the optimisation loop, its schedule and its checkpoints. One step drafts A 
 context K/V are computed once per sequence and shared by its blocks. With method ``dflow`` a step adds relayed blocks
 that follow the drafter's own rejected proposals (``L = L0 + L1``, rollout.py).
 
-Everything random in step n derives from (seed, n), and a checkpoint holds model, optimiser, step and best tau, so a
+Several processes (``torchrun --nproc-per-node N -m sglang_dflow.training.trainer RECIPE``) train data-parallel: each
+takes its own batches and gradients are averaged once a step. On a shared CPU that also beats one process with N
+threads, which waits at a barrier in every operation whenever one core is taken away.
+
+Everything random in step n derives from (seed, n, rank), and a checkpoint holds model, optimiser, step and best tau, so a
 resumed run continues exactly (with ``max_minutes``, up to the clock's share in the schedule).
 """
 
@@ -13,12 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.training.dataset import (
@@ -87,6 +93,7 @@ class Trainer:
         betas = (recipe.betas[0], recipe.betas[1])
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1.0, betas=betas, fused=True)
         self.step, self.best_tau, self.elapsed = 0, 0.0, 0.0
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.relayed: dict[int, Relayed] = {}
         self.rule = RelayRule.of(RelaySource(recipe.relay_source), shift_label=False)
 
@@ -121,10 +128,10 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimiser step."""
         recipe = self.recipe
-        generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step)
+        generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
         batch = self._batch(recipe.sequences)
         anchors = sample_anchors(batch, recipe.anchors, generator)  # [S, A]
-        embeds = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), torch.bfloat16)
+        embeds = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
         labels = labels_at(batch, anchors, recipe.block_size)
         groups = [(embeds, anchors, labels)]
         if self.relayed:
@@ -132,6 +139,7 @@ class Trainer:
         losses, correct = self._losses(batch, groups, generator)
         self.optimizer.zero_grad(set_to_none=True)
         torch.stack(losses).sum().backward()
+        self._average_gradients()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), recipe.grad_clip)
         self._set_learning_rate()
         self.optimizer.step()
@@ -144,9 +152,25 @@ class Trainer:
         usable = list(self.relayed) if self.relayed else range(len(self.train_set))
         usable = list(usable)
         per_epoch = len(epoch_batches([self.lengths[i] for i in usable], size, self.recipe.seed, 0))
-        epoch, index = divmod(self.step, per_epoch)
+        # Processes with rollouts own different sequences; without, they share one order and take turns.
+        turn = self.step if self.relayed else self.step * self.world + self.rank
+        epoch, index = divmod(turn, per_epoch)
         chosen = epoch_batches([self.lengths[i] for i in usable], size, self.recipe.seed, epoch)[index]
         return collate(self.train_set, [usable[i] for i in chosen], self.recipe.block_size)
+
+    def _average_gradients(self) -> None:
+        """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere."""
+        if self.world == 1:
+            return
+        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients] + [torch.tensor([self.elapsed])])
+        dist.all_reduce(flat)
+        flat /= self.world
+        self.elapsed = float(flat[-1])
+        start = 0
+        for gradient in gradients:
+            gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
+            start += gradient.numel()
 
     def _relayed_blocks(
         self, batch: Batch, generator: torch.Generator
@@ -155,7 +179,7 @@ class Trainer:
         items = [self.relayed[index] for index in batch.indices]
         relayed, real = stack_relayed(items, self.recipe.relayed_anchors, generator)
         anchors = torch.where(real, relayed.anchors, batch.prompt_lens[:, None])
-        plain = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), torch.bfloat16)
+        plain = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
         labels = labels_at(batch, anchors, self.recipe.block_size)
         labels = BlockLabels(labels.tokens, labels.valid & real[..., None])
         return relay_embeds(self.drafter, self.target, plain, relayed), anchors, labels
@@ -165,7 +189,7 @@ class Trainer:
     ) -> tuple[list[torch.Tensor], float]:
         """Loss of every round, all rounds packed into one drafter forward on one context."""
         recipe = self.recipe
-        context = self.drafter.context(batch.captured)
+        context = self.drafter.context(batch.captured.to(self.target.dtype))
         embeds = torch.cat([group[0] for group in groups], dim=1)
         anchors = torch.cat([group[1] for group in groups], dim=1)
         hidden = self.drafter(embeds, anchors, context)  # [S, A0 + A1, B, H]
@@ -201,6 +225,7 @@ class Trainer:
         recipe = self.recipe
         generator = torch.Generator().manual_seed((recipe.seed << 32) + 7919 * (self.step + 1))
         chosen = torch.randperm(len(self.train_set), generator=generator)[: recipe.rollout_sequences].tolist()
+        chosen = chosen[self.rank :: self.world]
         started, relayed = time.monotonic(), {}
         block_bytes = recipe.block_size * self.target.shape.hidden_size * len(recipe.target_layer_ids) * 2
         size = len(chosen) * recipe.rollout_anchors * block_bytes / 1e9
@@ -226,11 +251,11 @@ class Trainer:
         if recipe.method == "dflow" and not self.relayed:
             self.refresh_rollouts()
         window: list[StepResult] = []
-        began, before = time.monotonic(), self.elapsed
-        mark = began
+        began = mark = time.monotonic()
         while self.progress() < 1.0:
+            self.elapsed += time.monotonic() - began
+            began = time.monotonic()
             window.append(self.train_step())
-            self.elapsed = before + time.monotonic() - began
             if self.step % recipe.log_steps == 0:
                 self._report(window, time.monotonic() - mark)
                 window, mark = [], time.monotonic()
@@ -247,7 +272,7 @@ class Trainer:
 
     def _report(self, window: list[StepResult], seconds: float) -> None:
         rounds = [sum(values) / len(window) for values in zip(*(result.losses for result in window))]
-        blocks = sum(result.blocks for result in window)
+        blocks = sum(result.blocks for result in window) * self.world
         tau = sum(result.tau for result in window) / len(window)
         losses = " ".join(f"L{i} {loss:.3f}" for i, loss in enumerate(rounds))
         rate = self.optimizer.param_groups[0]["lr"]
@@ -255,12 +280,16 @@ class Trainer:
             f"step {self.step} {losses} tau~{tau:.3f} lr {rate:.2e} {blocks / seconds:.0f} blocks/s "
             f"{self.elapsed / 60:.1f} min"
         )
+        if self.rank:
+            return
         record = {"step": self.step, "losses": rounds, "tau": tau, "blocks_s": blocks / seconds, "lr": rate}
         with (Path(self.recipe.run_dir) / "log.jsonl").open("a") as out:
             out.write(json.dumps(record) + "\n")
 
     def evaluate(self) -> float:
         """Held-out tau with masks only; keeps the best drafter in ``run_dir/best``."""
+        if self.rank:
+            return 0.0
         result = replay(self.drafter, self.target, self.held_out[:48])
         self.log(f"step {self.step} held-out tau {result.tau:.3f} (n={result.rounds} rounds, masks only)")
         if result.tau > self.best_tau:
@@ -270,6 +299,8 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write the whole state, atomically."""
+        if self.rank:
+            return
         path = Path(self.recipe.run_dir) / "checkpoint.pt"
         state = {
             "drafter": self.drafter.state_dict(),
@@ -293,7 +324,8 @@ class Trainer:
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.best_tau, self.elapsed = state["step"], state["best_tau"], state["elapsed"]
-        self.relayed = {index: Relayed(*fields) for index, fields in state["relayed"].items()}
+        if self.rank == 0:  # other processes make their own share of rollouts anew
+            self.relayed = {index: Relayed(*fields) for index, fields in state["relayed"].items()}
         self.log(f"resumed at step {self.step}")
         return True
 
@@ -312,6 +344,9 @@ def main(argv: list[str] | None = None) -> int:
         fields[name] = yaml.safe_load(value)
     recipe = Recipe.from_dict(fields, str(args.recipe))
     torch.set_num_threads(recipe.threads)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    rank = int(os.environ.get("RANK", "0"))
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(fields))
@@ -320,7 +355,8 @@ def main(argv: list[str] | None = None) -> int:
     sequences = load_sequences(recipe.answers, features)
 
     def log(line: str) -> None:
-        print(line, flush=True)
+        if rank == 0:
+            print(line, flush=True)
 
     log(f"train: {len(sequences)} sequences, {sum(len(s.tokens) - s.prompt_len for s in sequences)} answer tokens")
     trainer = Trainer(recipe, target, sequences, log)

@@ -77,6 +77,21 @@ def test_switch_refuses_nonsense(server: Server) -> None:
     assert relay_state(server.url)["relay"] == "on"
 
 
+@pytest.mark.parametrize(
+    "parameter",
+    [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.2}, {"min_new_tokens": 5}],
+    ids=lambda parameter: next(iter(parameter)),
+)
+def test_inexact_requests_are_refused(server: Server, parameter: dict[str, float]) -> None:
+    """The host would verify the block without these and answer something else, silently."""
+    body = {"text": "Once", "sampling_params": {"temperature": 0.0, "max_new_tokens": 8, **parameter}}
+    with pytest.raises(RuntimeError, match="400.*DFLOW cannot honour") as refusal:
+        post(server.url, "/generate", body)
+    assert next(iter(parameter)) in str(refusal.value)
+    body["sampling_params"] = {"temperature": 0.7, "min_p": 0.1, "top_p": 0.9, "max_new_tokens": 8}
+    assert post(server.url, "/generate", body)["meta_info"]["completion_tokens"] == 8
+
+
 def test_stop_leaves_no_process(target: Path, drafter: Path, server: Server) -> None:
     """`Server` stops by process group: a scheduler left behind would burn a core for ever."""
     import os

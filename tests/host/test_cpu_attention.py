@@ -80,8 +80,7 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     k = torch.randn(total, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(case.dtype)
     v = torch.randn(total, NUM_KV_HEADS, HEAD_DIM, generator=generator).to(case.dtype)
     locs = [
-        table[row, before:length]
-        for row, before, length in zip(pool_rows.tolist(), case.prefix, lengths, strict=True)
+        table[row, before:length] for row, before, length in zip(pool_rows.tolist(), case.prefix, lengths, strict=True)
     ]
     is_verify = case.mode.is_target_verify()
     batch = SimpleNamespace(
@@ -218,7 +217,7 @@ def test_idle_batch_needs_no_plan() -> None:
 
 def test_what_would_change_the_output_is_refused() -> None:
     """Sinks given by the model must not be dropped silently."""
-    with pytest.raises(NotImplementedError, match="'sinks'.*layer 0"):
+    with pytest.raises(NotImplementedError, match=r"'sinks'.*layer 0"):
         run(Case(ForwardMode.DECODE, [4], [1], extras={"sinks": torch.zeros(NUM_HEADS)}))
 
 

@@ -51,6 +51,7 @@ PROBE = textwrap.dedent(
     facts["assign"] = [
         module.assign_req_to_token_pool_func is assign_req_to_token_pool for module in (allocation, dflash_worker_v2)
     ]
+    facts["last_loc"] = allocation.get_last_loc is allocation.get_last_loc_torch
     facts["verify_after"] = dflash_worker_v2.is_dflash_sampling_verify_available()
     facts["verify"] = [
         module.compute_dflash_sampling_correct_drafts_and_bonus is compute_sampled_accept_and_bonus
@@ -111,6 +112,10 @@ def test_record_stream_of_cpu_tensors(facts: dict[str, Any]) -> None:
 
 def test_slot_assignment_is_replaced_wherever_it_was_imported(facts: dict[str, Any]) -> None:
     assert all(facts["assign"])
+
+
+def test_last_slots_of_pages_are_found_in_torch(facts: dict[str, Any]) -> None:
+    assert facts["last_loc"]
 
 
 def test_sampled_verification_is_available_and_ours(facts: dict[str, Any]) -> None:

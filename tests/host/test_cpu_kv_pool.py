@@ -66,9 +66,7 @@ def test_prefix_valid_write_keeps_rejected_slots(page_size: int) -> None:
 def test_prefix_valid_write_refuses_other_shapes() -> None:
     pool = make_pool()
     with pytest.raises(ValueError, match="expected loc_2d"):
-        pool.set_kv_buffer_prefix_valid(
-            layer(0), torch.zeros(2, 3, dtype=torch.int64), torch.ones(3), rows(6), rows(6)
-        )
+        pool.set_kv_buffer_prefix_valid(layer(0), torch.zeros(2, 3, dtype=torch.int64), torch.ones(3), rows(6), rows(6))
 
 
 def test_move_copies_all_layers() -> None:

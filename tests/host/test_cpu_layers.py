@@ -57,9 +57,7 @@ def test_the_host_still_recognises_the_methods() -> None:
     assert isinstance(model.proj.quant_method, PackedLinearMethod | UnquantizedLinearMethod)
     assert isinstance(model.embedding.quant_method, PackedHeadMethod)
     ids = torch.tensor([3, 95])
-    assert torch.equal(
-        model.embedding.quant_method.embedding(model.embedding, ids), model.embedding.weight[ids]
-    )
+    assert torch.equal(model.embedding.quant_method.embedding(model.embedding, ids), model.embedding.weight[ids])
 
 
 def test_loading_weights_drops_the_packed_copies() -> None:
@@ -103,9 +101,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     total = x.double() + residual.double()
     expected = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm().weight.double()
     normed, summed = rms_norm_forward(norm(), x, residual)
-    torch.testing.assert_close(
-        normed.double(), expected, atol=1e-5, rtol=1e-5 if dtype.itemsize == 4 else 8e-3
-    )
+    torch.testing.assert_close(normed.double(), expected, atol=1e-5, rtol=1e-5 if dtype.itemsize == 4 else 8e-3)
     assert torch.equal(summed, total.to(dtype))
     alone = rms_norm_forward(norm(), x)
     assert isinstance(alone, torch.Tensor)
@@ -142,9 +138,7 @@ def test_rotary_turns_pairs_by_their_angle(dtype: torch.dtype) -> None:
         first, second = before.double().view(3, -1, 8).chunk(2, dim=-1)
         turned = torch.complex(first, second) * turn
         expected = torch.cat([turned.real, turned.imag], dim=-1).view(before.shape)
-        torch.testing.assert_close(
-            after.double(), expected, atol=1e-5 if dtype.itemsize == 4 else 2e-2, rtol=0
-        )
+        torch.testing.assert_close(after.double(), expected, atol=1e-5 if dtype.itemsize == 4 else 2e-2, rtol=0)
         assert after.shape == before.shape and after.dtype == dtype
 
 

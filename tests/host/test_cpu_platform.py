@@ -95,9 +95,7 @@ def test_defaults_respect_what_was_given() -> None:
     assert args.max_total_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("stored", "served"), [("float32", "float32"), ("float16", "auto"), ("bfloat16", "auto")]
-)
+@pytest.mark.parametrize(("stored", "served"), [("float32", "float32"), ("float16", "auto"), ("bfloat16", "auto")])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_fp32_checkpoints_stay_fp32(tmp_path: Path, key: str, stored: str, served: str) -> None:
     """The host's rule for `auto` halves fp32 checkpoints to fp16, which a CPU computes slowly and less exactly."""

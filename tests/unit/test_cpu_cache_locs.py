@@ -54,7 +54,5 @@ def test_assign_writes_packed_slots_of_different_lengths() -> None:
         for column in range(first, last):
             expected[row, column] = int(slots[position])
             position += 1
-    assign_req_to_token_pool(
-        torch.tensor(rows), tokens, torch.tensor(start), torch.tensor(end), slots, batch_size=3
-    )
+    assign_req_to_token_pool(torch.tensor(rows), tokens, torch.tensor(start), torch.tensor(end), slots, batch_size=3)
     assert torch.equal(tokens, expected)

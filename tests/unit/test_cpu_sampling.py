@@ -10,12 +10,7 @@ import torch
 from scipy import stats
 
 from sglang_dflow.cpu import sampling
-from sglang_dflow.cpu.sampling import (
-    TargetDistribution,
-    compute_sampled_accept_and_bonus,
-    draw,
-    target_distribution,
-)
+from sglang_dflow.cpu.sampling import compute_sampled_accept_and_bonus, draw, target_distribution
 
 VOCAB = 24
 DRAWS = 20_000
@@ -61,9 +56,7 @@ def reference_distribution(
     return [probs.get(token, 0.0) for token in range(len(weights))]
 
 
-def info(
-    requests: int, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
-) -> Any:
+def info(requests: int, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
     """What the function reads of the host's `SamplingBatchInfo`, the same for every request."""
     return SimpleNamespace(
         temperatures=torch.full((requests, 1), temperature),
@@ -120,11 +113,9 @@ def test_first_token_follows_the_target(logits: torch.Tensor, setting: tuple[Any
     assert chi_square_p(first_tokens(logits, draft, setting), expected) > P_EXACT
 
 
-def _redraw_without_removing(
-    distribution: TargetDistribution, uniforms: torch.Tensor, excluded: torch.Tensor
-) -> torch.Tensor:
+def _redraw_without_removing(probs: torch.Tensor, uniforms: torch.Tensor, excluded: torch.Tensor) -> torch.Tensor:
     """The classic fault: the rejected draft keeps its probability in the second draw."""
-    return draw(distribution, uniforms, torch.full_like(excluded, -1))
+    return draw(probs, uniforms, torch.full_like(excluded, -1))
 
 
 def test_a_broken_verifier_fails_the_same_test(logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +177,34 @@ def test_distribution_equals_the_reference(logits: torch.Tensor, setting: tuple[
             min_ps=None if min_p is None else torch.full((3,), min_p),
             max_top_k=max_top_k,
         )
-        dense = found.probs
-        if found.token_ids is not None:
-            dense = torch.zeros(3, VOCAB).scatter(1, found.token_ids, found.probs)
         expected = [reference_distribution(row, *setting) for row in logits.tolist()]
-        torch.testing.assert_close(dense, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", [2, 6, VOCAB])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_short_prefixes_fall_back_to_the_whole_order(
+    logits: torch.Tensor, setting: tuple[Any, ...], prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a nucleus cut off where the ordered prefix ends instead of where its mass ends."""
+    monkeypatch.setattr(sampling, "PREFIX", prefix)
+    test_distribution_equals_the_reference(logits, setting)
+
+
+def test_rows_that_keep_everything_beside_rows_that_do_not() -> None:
+    """A request without filters in a batch with filters keeps its whole distribution."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(3))
+    found = target_distribution(
+        logits,
+        temperatures=torch.ones(2),
+        top_ks=torch.tensor([3, 1 << 30]),
+        top_ps=torch.tensor([0.5, 1.0]),
+        min_ps=None,
+        max_top_k=VOCAB,
+    )
+    torch.testing.assert_close(found[1], torch.softmax(logits[1], -1))
+    expected = reference_distribution(logits[0].tolist(), 1.0, 3, 0.5, None)
+    torch.testing.assert_close(found[0], torch.tensor(expected))
 
 
 def test_requests_of_one_batch_keep_their_own_parameters() -> None:
@@ -219,15 +233,15 @@ def test_draw_never_returns_a_token_of_probability_zero() -> None:
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).repeat(4, 1)
     uniforms = torch.tensor([0.0, 1 - 2**-24, 0.24, 0.26])
     none = torch.full((4,), -1)
-    assert draw(TargetDistribution(probs, None), uniforms, none).tolist() == [1, 3, 1, 3]
-    assert draw(TargetDistribution(probs, None), uniforms, none + 4).tolist() == [1, 1, 1, 1]
+    assert draw(probs, uniforms, none).tolist() == [1, 3, 1, 3]
+    assert draw(probs, uniforms, none + 4).tolist() == [1, 1, 1, 1]
     certain = torch.tensor([[0.0, 1.0, 0.0]])
-    assert draw(TargetDistribution(certain, None), torch.tensor([0.5]), torch.tensor([1])).tolist() == [1]
+    assert draw(certain, torch.tensor([0.5]), torch.tensor([1])).tolist() == [1]
 
 
 def test_rows_that_do_not_match_are_refused() -> None:
     """The message names both row counts."""
-    with pytest.raises(ValueError, match="expected 6 rows .*got 5"):
+    with pytest.raises(ValueError, match=r"expected 6 rows .*got 5"):
         compute_sampled_accept_and_bonus(
             candidates=torch.zeros(2, 3, dtype=torch.int64),
             next_token_logits=torch.zeros(5, 4),

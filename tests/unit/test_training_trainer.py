@@ -1,0 +1,99 @@
+"""The trainer on a toy: exact resume, schedule, learning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflow.training.dataset import Sample, epoch_batches, split_held_out
+from sglang_dflow.training.recipe import Recipe
+from sglang_dflow.training.trainer import Trainer, learning_rate_factor
+from tests.unit.training_toys import toy_samples, toy_target
+
+
+def _recipe(run_dir: Path, **fields: Any) -> Recipe:
+    run_dir.mkdir(exist_ok=True)
+    settings: dict[str, Any] = {
+        "target": "", "answers": [], "run_dir": str(run_dir), "num_layers": 2, "source_layers": [2, 3],
+        "target_layer_ids": [0, 2], "block_size": 4, "mask_token_id": 1, "sequences": 2, "anchors": 3,
+        "relayed_anchors": 3, "rollout_anchors": 6, "rollout_sequences": 8, "relay_hidden_size": 8, "steps": 6,
+        "warmup_steps": 1, "frequent_tokens": 20, "negatives": 5, "held_out": 3, "eval_steps": 100,
+        "checkpoint_steps": 100,
+    }  # fmt: skip
+    return Recipe(**(settings | fields))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    """Toy conversations with bf16 states, as the states files hold them."""
+    return [s._replace(states=s.states.bfloat16()) for s in toy_samples(toy_target(), 8)]
+
+
+def _silent(_line: str) -> None:
+    return None
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflow"])
+def test_resume_is_exact(tmp_path: Path, samples: list[Sample], method: str) -> None:
+    """Catches a checkpoint that forgets optimiser state, data position, random state or rollouts."""
+    straight = Trainer(_recipe(tmp_path / "a", method=method), toy_target(), samples, _silent)
+    straight.run()
+    first = Trainer(_recipe(tmp_path / "b", method=method), toy_target(), samples, _silent)
+    if method == "dflow":
+        first.refresh_rollouts()
+    for _ in range(3):
+        first.train_step()
+    first.save_checkpoint()
+    second = Trainer(_recipe(tmp_path / "b", method=method), toy_target(), samples, _silent)
+    assert second.resume() and second.step == 3
+    second.run()
+    for (name, expected), actual in zip(straight.drafter.state_dict().items(), second.drafter.state_dict().values()):
+        assert torch.equal(expected, actual), name
+
+
+def test_training_lowers_the_loss(tmp_path: Path, samples: list[Sample]) -> None:
+    """Catches a gradient that never reaches the drafter, and a relay that never learns."""
+    trainer = Trainer(_recipe(tmp_path / "c", method="dflow", steps=30, held_out=1000), toy_target(), samples, _silent)
+    trainer.refresh_rollouts()
+    results = [trainer.train_step() for _ in range(30)]
+    for number in range(2):
+        losses = [result.losses[number] for result in results]
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert trainer.drafter.relay is not None
+    assert trainer.drafter.relay.relay_mlp[2].weight.abs().max() > 0
+
+
+def test_schedule() -> None:
+    """Catches a warm-up that starts at zero for ever and a cosine that misses its ends."""
+    assert learning_rate_factor(0.0, 0, 10, 0.1) == pytest.approx(0.1)
+    assert learning_rate_factor(0.0, 9, 10, 0.1) == pytest.approx(1.0)
+    assert learning_rate_factor(1.0, 500, 10, 0.1) == pytest.approx(0.1)
+    assert learning_rate_factor(0.5, 500, 10, 0.1) == pytest.approx(0.55)
+
+
+def test_epochs_cover_the_data_and_the_split_is_stable(samples: list[Sample]) -> None:
+    """Catches sequences that are never seen, and held-out conversations that move into training when data is added."""
+    batches = epoch_batches([5, 9, 3, 7, 8, 2], 2, seed=1, epoch=0)
+    assert sorted(i for batch in batches for i in batch) == list(range(6))
+    assert batches == epoch_batches([5, 9, 3, 7, 8, 2], 2, seed=1, epoch=0)
+    train, held = split_held_out(samples, 3)
+    fewer_train, fewer_held = split_held_out(samples[:5], 3)
+    assert {s.id for s in fewer_held} <= {s.id for s in held} and {s.id for s in fewer_train} <= {s.id for s in train}
+    assert not {s.id for s in train} & {s.id for s in held}
+
+
+def test_recipe_reports_all_problems_at_once() -> None:
+    """Catches a typo that silently trains with a default."""
+    with pytest.raises(ValueError, match="unknown field 'learning_rat'.*missing field 'target'.*source_layers"):
+        Recipe.from_dict({"learning_rat": 1, "answers": [], "run_dir": "x", "num_layers": 2, "source_layers": [1]})
+
+
+def test_shipped_recipes_are_valid() -> None:
+    """Catches a recipe that fell behind the code."""
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        Recipe.load(path)
