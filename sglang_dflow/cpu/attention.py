@@ -272,9 +272,7 @@ def padded_attention(
     return out.reshape(bs * q_len, num_kv_heads * group, -1)
 
 
-def _folded_mask(
-    plan: AttentionPlan, causal: bool, window: int, group: int, dtype: torch.dtype
-) -> torch.Tensor | None:
+def _folded_mask(plan: AttentionPlan, causal: bool, window: int, group: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the mask `[bs, 1, G * Q, S]` of a padded plan, cached for the layers that share it."""
     key = (causal, window, group, -1)
     if key not in plan.masks:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
+from sglang_dflow.compat import HOST_VERSION
 from sglang_dflow.cpu.cache_locs import assign_req_to_token_pool
 from sglang_dflow.cpu.sampling import compute_sampled_accept_and_bonus
 from sglang_dflow.hooks.record import HookRecord, install_all
-
-HOST_VERSION = "0.5.23"
 
 
 def rebind(original: Any, replacement: Any) -> int:
@@ -111,11 +110,7 @@ def _install_draft_head() -> None:
     def greedy_sample(self: Any, *, hidden_states: torch.Tensor, lm_head: Any, **kwargs: Any) -> torch.Tensor:
         method = getattr(lm_head, "quant_method", None)
         shard = getattr(lm_head, "shard_indices", None)
-        whole = (
-            shard is not None
-            and shard.num_org_elements == lm_head.org_vocab_size
-            and not shard.num_added_elements
-        )
+        whole = shard is not None and shard.num_org_elements == lm_head.org_vocab_size and not shard.num_added_elements
         if not (whole and isinstance(method, PackedHeadMethod)):
             return original(self, hidden_states=hidden_states, lm_head=lm_head, **kwargs)
         logits = method.apply(lm_head, hidden_states)  # [rows, padded vocabulary]

@@ -55,9 +55,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         super().__init__()
         self.packed = PackedWeight()
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.packed.linear(x, layer.weight, bias)
 
 
@@ -68,9 +66,7 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         super().__init__()
         self.packed = PackedWeight()
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.packed.linear(x.to(layer.weight.dtype), layer.weight, bias)
 
 

@@ -32,7 +32,7 @@ SPECULATIVE_ALGORITHMS = ("DFLASH", "DFLOW")
 
 # Tokens of KV cache when neither --max-total-tokens nor --mem-fraction-static is given. The host's rule (a
 # share of the device's memory) would take most of the machine's RAM, which here everything else lives in.
-DEFAULT_MAX_TOTAL_TOKENS = 65_536
+DEFAULT_MAX_TOTAL_TOKENS = 32_768
 # Larger prefill chunks do not run faster on a CPU, and a chunk is the longest wait of every decoding request.
 DEFAULT_CHUNKED_PREFILL_SIZE = 2_048
 DEFAULT_MAX_RUNNING_REQUESTS = 64
@@ -114,6 +114,7 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang_dflow.cpu.hooks import install_cpu_hooks
         from sglang_dflow.cpu.linear import pack_linears
 
+        _refuse_cuda_only_heads(model)
         install_cpu_hooks()
         register_fused_ops()
         _disable_triton_qk_norm_rope(model)
@@ -166,3 +167,15 @@ def _disable_triton_qk_norm_rope(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "use_table_qk_norm_rope"):
             module.use_table_qk_norm_rope = False
+
+
+def _refuse_cuda_only_heads(model: torch.nn.Module) -> None:
+    """Refuse drafters whose proposals are selected or verified by CUDA kernels, before the first request meets them."""
+    heads = {"candidate_selector": "a DFlash2 selector", "lilicorr": "a LiLiCorr head"}
+    for attribute, name in heads.items():
+        if getattr(model, attribute, None) is not None:
+            raise NotImplementedError(
+                f"The {PLATFORM_NAME} platform does not serve drafters with {name}: its top-k and its sampled "
+                "verification are CUDA kernels of the host. Serve this drafter on a GPU, or use a plain DFlash, "
+                "DFlow or Domino drafter here."
+            )

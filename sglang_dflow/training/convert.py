@@ -38,7 +38,9 @@ def convert_dflash_to_dflow(
     """
     src, dst = Path(src), Path(dst)
     config = _read_config(src)
-    names = _swap_architectures(config, DFLOW_ARCHITECTURES, src, "sglang-dflow convert SRC DST expects a DFlash drafter")
+    names = _swap_architectures(
+        config, DFLOW_ARCHITECTURES, src, "sglang-dflow convert SRC DST expects a DFlash drafter"
+    )
     dflow = {
         "relay_source": relay_source,
         "relay_hidden_size": int(relay_hidden_size or config["hidden_size"]),

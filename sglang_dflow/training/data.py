@@ -29,10 +29,10 @@ TESTED = "Write a solution to the following problem and make sure that it passes
 
 # Beginnings of user turns that the target completes itself, by domain. An empty one leaves everything to it.
 SEEDS: dict[str, list[str]] = {
-    "chat": ["", "", "", "", "Write a", "Can you", "Explain", "How do", "What", "Give me", "Describe", "Imagine you are",
-             "Compose", "Suggest", "Rewrite", "List", "Why", "Compare", "Summarize", "Edit the following"],
-    "code": ["Write a function to", "Write a python function to", "Write a Python function that", "Write a function that",
-             "Write a program to", "Implement"],
+    "chat": ["", "", "", "", "Write a", "Can you", "Explain", "How do", "What", "Give me", "Describe", "Compose",
+             "Imagine you are", "Suggest", "Rewrite", "List", "Why", "Compare", "Summarize", "Edit the following"],
+    "code": ["Write a function to", "Write a python function to", "Write a Python function that",
+             "Write a function that", "Write a program to", "Implement"],
     "tested": [TESTED + "def ", TESTED + "from typing import List\n\n\ndef ", TESTED + "\ndef "],
     "math": ["Find", "What is", "If $", "Let $", "How many", "Compute", "Solve", "A ", "The ", "Simplify", "Evaluate"],
 }  # fmt: skip
@@ -294,8 +294,7 @@ def collect_prompts(
             picked += [(f"self-{domain}/{seed}/{i}", domain, text) for i, text in enumerate(texts)]
     rng.shuffle(picked)
     return [
-        Prompt(name, domain, chat_ids(tokenizer, [{"role": "user", "content": text}]))
-        for name, domain, text in picked
+        Prompt(name, domain, chat_ids(tokenizer, [{"role": "user", "content": text}])) for name, domain, text in picked
     ]
 
 
@@ -343,7 +342,8 @@ def answer_prompts(
     states_path.touch()
     with path.open("a") as out, states_path.open("r+b") as states_out:
         # States are written before their line: whatever lies behind the last line's rows is a torn batch.
-        states_out.truncate(sum(map(state_rows, answered)) * 2 * target.shape.hidden_size * len(target.target_layer_ids))
+        row_bytes = 2 * target.shape.hidden_size * len(target.target_layer_ids)
+        states_out.truncate(sum(map(state_rows, answered)) * row_bytes)
         states_out.seek(0, 2)
         for batch in _length_sorted(todo, batch_rows):
             if time.monotonic() > deadline:

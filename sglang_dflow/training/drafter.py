@@ -296,7 +296,7 @@ class Drafter(nn.Module):
         context: Context,
     ) -> torch.Tensor:
         """Hidden states after the final norm, [S, A, B, H]."""
-        sequences, count, block, _ = embeds.shape
+        _, count, block, _ = embeds.shape
         before = context_mask(anchors, context.length, embeds.dtype)
         positions = (anchors[:, :, None] + torch.arange(block)).flatten(1)  # [S, A * B]
         cos, sin = self.cos[positions].to(embeds.dtype), self.sin[positions].to(embeds.dtype)

@@ -11,6 +11,7 @@ Answers that fall into loops are cut (data.py): a loop would inflate tau.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ class Acceptance(NamedTuple):
     rounds: int
     by_depth: list[float]  # share of rounds that accepted at least t drafts, t = 1..B-1
     per_sample: list[float]  # tau of every conversation
+    per_sample_rounds: list[int]
     relayed_rounds: float  # share of rounds with at least one relayed row
 
 
@@ -139,6 +141,8 @@ def replay(
     """Replay greedy speculation over the samples' answers, all conversations of a batch in lockstep."""
     if relay and drafter.relay is None:
         raise ValueError("this drafter has no relay (relay_hidden_size 0); expected a DFlow drafter: convert it first.")
+    # The weights as they are served, and cast once instead of once a round.
+    drafter = copy.deepcopy(drafter).to(target.dtype)
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
     accepts: list[list[int]] = [[] for _ in samples]
     commits = [0] * len(samples)
@@ -149,7 +153,8 @@ def replay(
     flat = torch.tensor([a for sample in accepts for a in sample])
     depth = [float((flat >= t).float().mean()) for t in range(1, drafter.config.block_size)]
     per_sample = [commits[i] / len(accepts[i]) for i in range(len(samples)) if accepts[i]]
-    return Acceptance(sum(commits) / len(flat), len(flat), depth, per_sample, relayed_rounds / len(flat))
+    rounds = [len(sample) for sample in accepts if sample]
+    return Acceptance(sum(commits) / len(flat), len(flat), depth, per_sample, rounds, relayed_rounds / len(flat))
 
 
 def _replay_batch(

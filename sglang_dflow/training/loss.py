@@ -28,7 +28,7 @@ class Vocabulary(NamedTuple):
     head: torch.Tensor  # [V', H]
     bias: torch.Tensor  # [V'] log of how many vocabulary entries a row stands for; 0 except for sampled negatives
 
-    def index(self, tokens: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Rows of ``tokens`` [..] in this vocabulary; they must be part of it."""
         return torch.searchsorted(self.ids, tokens)
 
@@ -127,7 +127,7 @@ def block_loss(
     weights = weights / weights.sum().clamp_min(1e-9)
     rows = hidden[:, 1:].reshape(count * (block - 1), -1)
     known = torch.where(valid[:, 1:], labels[:, 1:], vocabulary.ids[0])
-    index = vocabulary.index(known).flatten()
+    index = vocabulary.rows_of(known).flatten()
     loss, correct = _FrozenHeadCrossEntropy.apply(
         rows, vocabulary.head, vocabulary.bias, index, weights.flatten(), chunk
     )

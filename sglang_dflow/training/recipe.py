@@ -19,6 +19,7 @@ class Recipe:
     run_dir: str  # checkpoints, log, best drafter
     method: str = "dflash"  # dflash: round 0 only; dflow: round 0 and one relayed round
     init_from: str | None = None  # drafter checkpoint to start from; None: from the target's layers
+    warm_start: str | None = None  # checkpoint.pt of another run: its weights and optimiser moments
     # drafter
     num_layers: int = 3
     source_layers: list[int] = dataclasses.field(default_factory=lambda: [27, 28, 29])

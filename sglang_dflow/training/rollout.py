@@ -98,7 +98,9 @@ def verify_packed(
 
 
 @torch.no_grad()
-def propose(drafter: Drafter, target: Target, embeds: torch.Tensor, anchors: torch.Tensor, context: Context) -> torch.Tensor:
+def propose(
+    drafter: Drafter, target: Target, embeds: torch.Tensor, anchors: torch.Tensor, context: Context
+) -> torch.Tensor:
     """Greedy proposals [S, A, B - 1] for blocks with the given input rows [S, A, B, H]."""
     hidden = drafter(embeds, anchors, context)[:, :, 1:]
     return target.logits(hidden.to(target.dtype)).argmax(-1)
@@ -121,18 +123,14 @@ def make_rollout(drafter: Drafter, target: Target, sample: Sample, count: int, g
     return Rollout(anchors[0], proposals, accept_len, verify_packed(target, sample.tokens, anchors[0], proposals))
 
 
-def next_round(
-    rollout: Rollout, tokens: torch.Tensor, rule: RelayRule, block_size: int
-) -> Relayed:
+def next_round(rollout: Rollout, tokens: torch.Tensor, rule: RelayRule, block_size: int) -> Relayed:
     """The relayed blocks that follow a rollout; blocks without a next anchor or without relay are dropped."""
     next_anchor = rollout.anchors + rollout.accept_len + 1  # P'
     keep = (next_anchor < len(tokens) - 1) & (rollout.accept_len < block_size - 1)
     proposals, accept_len, states = rollout.proposals[keep], rollout.accept_len[keep], rollout.states[keep]
     next_anchor = next_anchor[keep]
     positions = next_anchor[:, None] + torch.arange(block_size)  # [A', B]
-    source, mask = relay_rows(
-        positions, next_anchor[:, None], accept_len[:, None], block_size=block_size, rule=rule
-    )
+    source, mask = relay_rows(positions, next_anchor[:, None], accept_len[:, None], block_size=block_size, rule=rule)
     moved = states.gather(1, source[..., None].expand(-1, -1, states.shape[-1]))
     rejected = proposals.gather(1, accept_len[:, None] + 1)[:, 0]
     return Relayed(next_anchor, tokens[next_anchor], rejected, moved, mask)

@@ -6,10 +6,10 @@ that follow the drafter's own rejected proposals (``L = L0 + L1``, rollout.py).
 
 Several processes (``torchrun --nproc-per-node N -m sglang_dflow.training.trainer RECIPE``) train data-parallel: each
 takes its own batches and gradients are averaged once a step. On a shared CPU that also beats one process with N
-threads, which waits at a barrier in every operation whenever one core is taken away.
+threads, which waits in every operation whenever one core is taken away.
 
-Everything random in step n derives from (seed, n, rank), and a checkpoint holds model, optimiser, step and best tau, so a
-resumed run continues exactly (with ``max_minutes``, up to the clock's share in the schedule).
+Everything random in step n derives from (seed, n, rank), and a checkpoint holds model, optimiser, step and best tau,
+so a resumed run continues exactly (with ``max_minutes``, up to the clock's share in the schedule).
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Trainer:
         betas = (recipe.betas[0], recipe.betas[1])
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1.0, betas=betas, fused=True)
         self.step, self.best_tau, self.elapsed = 0, 0.0, 0.0
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank: int = dist.get_rank() if dist.is_initialized() else 0
+        self.world: int = dist.get_world_size() if dist.is_initialized() else 1
         self.relayed: dict[int, Relayed] = {}
         self.rule = RelayRule.of(RelaySource(recipe.relay_source), shift_label=False)
 
@@ -123,6 +124,20 @@ class Trainer:
                 )
         return drafter
 
+    def warm_start(self, path: Path) -> None:
+        """Take weights and optimiser moments from another run's checkpoint; a new relay keeps its zero start."""
+        state = torch.load(path, weights_only=True)
+        missing, unexpected = self.drafter.load_state_dict(state["drafter"], strict=False)
+        if unexpected or any(not name.startswith("relay.") for name in missing):
+            raise ValueError(
+                f"{path} does not fit the recipe: missing {missing}, unexpected {unexpected}; expected a drafter of "
+                "the same sizes. Remedy: correct the recipe."
+            )
+        # Parameters are numbered group by group and the relay's group is the last one, so old numbers still fit.
+        current = self.optimizer.state_dict()
+        current["state"] = state["optimizer"]["state"]
+        self.optimizer.load_state_dict(current)
+
     # --- one step ----------------------------------------------------------------------------------------
 
     def train_step(self) -> StepResult:
@@ -148,15 +163,11 @@ class Trainer:
         return StepResult([float(loss.detach()) for loss in losses], correct, blocks)
 
     def _batch(self, size: int) -> Batch:
-        """The step's batch; with rollouts, from the sequences that have one."""
-        usable = list(self.relayed) if self.relayed else range(len(self.train_set))
-        usable = list(usable)
-        per_epoch = len(epoch_batches([self.lengths[i] for i in usable], size, self.recipe.seed, 0))
-        # Processes with rollouts own different sequences; without, they share one order and take turns.
-        turn = self.step if self.relayed else self.step * self.world + self.rank
-        epoch, index = divmod(turn, per_epoch)
-        chosen = epoch_batches([self.lengths[i] for i in usable], size, self.recipe.seed, epoch)[index]
-        return collate(self.train_set, [usable[i] for i in chosen], self.recipe.block_size)
+        """The step's batch: the processes share one order and take turns."""
+        per_epoch = len(epoch_batches(self.lengths, size, self.recipe.seed, 0))
+        epoch, index = divmod(self.step * self.world + self.rank, per_epoch)
+        chosen = epoch_batches(self.lengths, size, self.recipe.seed, epoch)[index]
+        return collate(self.train_set, chosen, self.recipe.block_size)
 
     def _average_gradients(self) -> None:
         """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere."""
@@ -176,7 +187,8 @@ class Trainer:
         self, batch: Batch, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, BlockLabels]:
         """Relayed blocks of the batch's sequences: input rows, anchors, labels."""
-        items = [self.relayed[index] for index in batch.indices]
+        nothing = Relayed(*(field[:0] for field in next(iter(self.relayed.values()))))
+        items = [self.relayed.get(index, nothing) for index in batch.indices]
         relayed, real = stack_relayed(items, self.recipe.relayed_anchors, generator)
         anchors = torch.where(real, relayed.anchors, batch.prompt_lens[:, None])
         plain = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
@@ -212,9 +224,7 @@ class Trainer:
 
     def _set_learning_rate(self) -> None:
         recipe = self.recipe
-        factor = learning_rate_factor(
-            self.progress(), self.step, recipe.warmup_steps, recipe.min_learning_rate_ratio
-        )
+        factor = learning_rate_factor(self.progress(), self.step, recipe.warmup_steps, recipe.min_learning_rate_ratio)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
 
@@ -241,7 +251,21 @@ class Trainer:
             if number % 200 == 199:
                 rate = count / (time.monotonic() - started)
                 self.log(f"rollout: {number + 1}/{len(chosen)}, {rate:.0f} blocks/s, tau {1 + accept / count:.3f}")
-        self.relayed = relayed
+        self.relayed = self._share_rollouts(relayed)
+
+    def _share_rollouts(self, own: dict[int, Relayed]) -> dict[int, Relayed]:
+        """The rollouts of all processes, exchanged through files in the run directory."""
+        if self.world == 1:
+            return own
+        folder = Path(self.recipe.run_dir)
+        torch.save({index: tuple(item) for index, item in own.items()}, folder / f"rollouts.{self.rank}.pt")
+        dist.barrier()
+        everything = dict(own)
+        for rank in range(self.world):
+            if rank != self.rank:
+                loaded = torch.load(folder / f"rollouts.{rank}.pt", weights_only=True, mmap=True)
+                everything |= {index: Relayed(*fields) for index, fields in loaded.items()}
+        return everything
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -324,8 +348,7 @@ class Trainer:
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.best_tau, self.elapsed = state["step"], state["best_tau"], state["elapsed"]
-        if self.rank == 0:  # other processes make their own share of rollouts anew
-            self.relayed = {index: Relayed(*fields) for index, fields in state["relayed"].items()}
+        self.relayed = {index: Relayed(*fields) for index, fields in state["relayed"].items()}
         self.log(f"resumed at step {self.step}")
         return True
 
@@ -360,7 +383,8 @@ def main(argv: list[str] | None = None) -> int:
 
     log(f"train: {len(sequences)} sequences, {sum(len(s.tokens) - s.prompt_len for s in sequences)} answer tokens")
     trainer = Trainer(recipe, target, sequences, log)
-    trainer.resume()
+    if not trainer.resume() and recipe.warm_start is not None:
+        trainer.warm_start(Path(recipe.warm_start))
     trainer.run()
     return 0
 

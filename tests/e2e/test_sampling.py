@@ -19,7 +19,7 @@ import torch
 from scipy import stats
 
 from sglang_dflow.server import Server, ServerSpec, post
-from tests.support.arms import Arm
+from tests.support.arms import POOL_ARGS, Arm
 
 CONTEXTS = (
     "Name a colour. Answer with one word.",
@@ -117,7 +117,7 @@ def _spec(target: Path, drafter: Path, probe: dict[str, Any]) -> ServerSpec:
         model=str(target),
         drafter=str(drafter),
         dtype="float32",
-        extra_args=("--random-seed", "1"),
+        extra_args=(*POOL_ARGS, "--random-seed", "1"),
         env=arm.probe_env(),
     )
 

@@ -11,13 +11,14 @@ from openai import OpenAI
 
 from sglang_dflow.server import Server, ServerSpec, post, relay_state, set_relay
 from sglang_dflow.verify import generate_all, mean_tau
+from tests.support.arms import POOL_ARGS
 
 QUESTION = [{"role": "user", "content": "Name the four seasons of the year."}]
 
 
 @pytest.fixture(scope="module")
 def server(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    spec = ServerSpec(model=str(target), drafter=str(drafter), dtype="float32")
+    spec = ServerSpec(model=str(target), drafter=str(drafter), dtype="float32", extra_args=POOL_ARGS)
     with Server(spec, log_path=tmp_path_factory.mktemp("server") / "log") as running:
         yield running
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import sglang_dflow.cpu as cpu
 from sglang_dflow.cpu.platform import (
@@ -114,6 +115,16 @@ def test_identity_and_capabilities() -> None:
     assert platform.supports_speculative_algorithm("DFLOW")
     assert not platform.supports_speculative_algorithm("EAGLE")
     assert platform.get_kv_pool_cls(kind="mla") is None
+
+
+@pytest.mark.parametrize("head", ["candidate_selector", "lilicorr"])
+def test_drafters_that_need_cuda_are_refused_at_load(head: str) -> None:
+    """Otherwise the first request would end in a Triton error inside the scheduler."""
+    model = torch.nn.Module()
+    model.candidate_selector = model.lilicorr = None
+    setattr(model, head, torch.nn.Identity())
+    with pytest.raises(NotImplementedError, match="does not serve drafters with a .* Serve this drafter on a GPU"):
+        DFlowCpuPlatform().post_load_model(model)
 
 
 def test_the_backend_is_a_legal_choice_once() -> None:

@@ -17,6 +17,8 @@ from sglang_dflow.server import Server, ServerSpec
 from sglang_dflow.verify import Completion, generate_all
 
 PROBE = Path(__file__).parent / "probe"
+POOL_ARGS = ("--max-total-tokens", "24576")
+"""KV pool of the test servers: enough for every batch here without retraction, and gentle to a small machine."""
 
 
 class Round(NamedTuple):
@@ -68,7 +70,7 @@ class Arm:
             drafter=None if self.drafter is None else str(self.drafter),
             algorithm=self.algorithm,
             dtype="float32",
-            extra_args=self.extra_args,
+            extra_args=(*POOL_ARGS, *self.extra_args),
             env={**self.env, **self.probe_env()},
         )
         directory.mkdir(parents=True, exist_ok=True)
