@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from sglang_dflow import __version__
 
@@ -43,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"unknown command {command!r}, expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, exit_on_signal)
     module = importlib.import_module(COMMANDS[command][0])
     return int(module.main(rest) or 0)
+
+
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Leave through the open context managers: a started server is stopped, not orphaned."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

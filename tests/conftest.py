@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from sglang_dflow.cli import exit_on_signal
 from sglang_dflow.demo import DEMO_DRAFTER
 from sglang_dflow.demo_model import ensure_demo_target
 
@@ -20,3 +22,8 @@ def target() -> Path:
 def drafter() -> Path:
     """The DFlow drafter that ships in the package."""
     return DEMO_DRAFTER
+
+
+def pytest_configure() -> None:
+    """A test run that is terminated must stop its servers."""
+    signal.signal(signal.SIGTERM, exit_on_signal)

@@ -172,7 +172,7 @@ def _replay_batch(
     context = drafter.context(batch.captured.to(target.dtype))
     target_context = _target_context(target, batch) if relay else None
     carry = _Carry(len(indices), block, batch.captured.shape[-1], batch.captured.dtype) if relay else None
-    anchors, relayed_rounds = batch.prompt_lens.clone(), 0  # [S]
+    anchors, relayed_rounds, part = batch.prompt_lens.clone(), 0, context  # [S]
     while True:
         rows = torch.nonzero(anchors < batch.lengths - 1).flatten()  # conversations that still run
         if not len(rows):
@@ -184,7 +184,8 @@ def _replay_batch(
             relayed = carry.relayed(rows, at, anchor_ids, rule)
             relayed_rounds += int(relayed.mask.any(-1).sum())
             embeds = relay_embeds(drafter, target, embeds, relayed)
-        part = context._replace(kv=[type(kv)(kv.key[rows], kv.value[rows]) for kv in context.kv])
+        if len(rows) != len(part.kv[0].key):  # conversations only ever leave: same number, same rows
+            part = context._replace(kv=[type(kv)(kv.key[rows], kv.value[rows]) for kv in context.kv])
         drafts = propose(drafter, target, embeds, at[:, None], part)[:, 0]  # [S', B - 1]
         blocks = torch.cat([anchor_ids[:, None], drafts], dim=1)
         positions = at[:, None] + torch.arange(block)
