@@ -187,6 +187,8 @@ def _build(gguf_path: Path, target: Path, dtype: str, log: Log) -> None:
         config = _write_weights(gguf_path, scratch, dtype)
         log("demo target: converting the tokenizer ...")
         _write_tokenizer(gguf_path, scratch, int(config["max_position_embeddings"]))
+        for path in scratch.iterdir():
+            path.chmod(0o644)  # safetensors writes 0600; the cache may be shared
         _write_marker(scratch, dtype)
         scratch.chmod(0o755)
         if target.exists():

@@ -103,7 +103,9 @@ def propose(
 ) -> torch.Tensor:
     """Greedy proposals [S, A, B - 1] for blocks with the given input rows [S, A, B, H]."""
     hidden = drafter(embeds, anchors, context)[:, :, 1:]
-    return target.logits(hidden.to(target.dtype)).argmax(-1)
+    # Two-dimensional rows: a strided 4-d input makes torch multiply block by block, each reading the whole head.
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(target.dtype)
+    return torch.cat([target.logits(part).argmax(-1) for part in rows.split(128)]).view(hidden.shape[:-1])
 
 
 def make_rollout(drafter: Drafter, target: Target, sample: Sample, count: int, generator: torch.Generator) -> Rollout:

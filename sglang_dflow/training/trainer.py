@@ -144,12 +144,16 @@ class Trainer:
         """One optimiser step."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
-        batch = self._batch(recipe.sequences)
-        anchors = sample_anchors(batch, recipe.anchors, generator)  # [S, A]
+        # With rollouts, every other step adds relayed blocks, on the sequences that have some; the steps between
+        # keep the drafter on all of the data, at the same number of blocks.
+        relaying = bool(self.relayed) and self.step % 2 == 1
+        batch = self._batch(recipe.sequences, relaying)
+        count = recipe.anchors + (recipe.relayed_anchors if self.relayed and not relaying else 0)
+        anchors = sample_anchors(batch, count, generator)  # [S, A]
         embeds = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
         labels = labels_at(batch, anchors, recipe.block_size)
         groups = [(embeds, anchors, labels)]
-        if self.relayed:
+        if relaying:
             groups.append(self._relayed_blocks(batch, generator))
         losses, correct = self._losses(batch, groups, generator)
         self.optimizer.zero_grad(set_to_none=True)
@@ -162,12 +166,14 @@ class Trainer:
         blocks = sum(int(group[1].numel()) for group in groups)
         return StepResult([float(loss.detach()) for loss in losses], correct, blocks)
 
-    def _batch(self, size: int) -> Batch:
+    def _batch(self, size: int, relaying: bool) -> Batch:
         """The step's batch: the processes share one order and take turns."""
-        per_epoch = len(epoch_batches(self.lengths, size, self.recipe.seed, 0))
-        epoch, index = divmod(self.step * self.world + self.rank, per_epoch)
-        chosen = epoch_batches(self.lengths, size, self.recipe.seed, epoch)[index]
-        return collate(self.train_set, chosen, self.recipe.block_size)
+        pool = sorted(self.relayed) if relaying else list(range(len(self.train_set)))
+        lengths = [self.lengths[index] for index in pool]
+        turn = (self.step // 2 if self.relayed else self.step) * self.world + self.rank
+        epoch, index = divmod(turn, len(epoch_batches(lengths, size, self.recipe.seed, 0)))
+        chosen = epoch_batches(lengths, size, self.recipe.seed, epoch)[index]
+        return collate(self.train_set, [pool[i] for i in chosen], self.recipe.block_size)
 
     def _average_gradients(self) -> None:
         """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere."""
@@ -187,8 +193,7 @@ class Trainer:
         self, batch: Batch, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor, BlockLabels]:
         """Relayed blocks of the batch's sequences: input rows, anchors, labels."""
-        nothing = Relayed(*(field[:0] for field in next(iter(self.relayed.values()))))
-        items = [self.relayed.get(index, nothing) for index in batch.indices]
+        items = [self.relayed[index] for index in batch.indices]
         relayed, real = stack_relayed(items, self.recipe.relayed_anchors, generator)
         anchors = torch.where(real, relayed.anchors, batch.prompt_lens[:, None])
         plain = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
@@ -288,14 +293,16 @@ class Trainer:
                 mark = time.monotonic()
             if self.step % recipe.eval_steps == 0:
                 self.evaluate()
-                mark = time.monotonic()
+                began = mark = time.monotonic()  # evaluation takes nothing from the schedule
             if self.step % recipe.checkpoint_steps == 0:
                 self.save_checkpoint()
         self.evaluate()
         self.save_checkpoint()
 
     def _report(self, window: list[StepResult], seconds: float) -> None:
-        rounds = [sum(values) / len(window) for values in zip(*(result.losses for result in window))]
+        most = max(len(result.losses) for result in window)
+        by_round = [[result.losses[i] for result in window if i < len(result.losses)] for i in range(most)]
+        rounds = [sum(values) / len(values) for values in by_round]
         blocks = sum(result.blocks for result in window) * self.world
         tau = sum(result.tau for result in window) / len(window)
         losses = " ".join(f"L{i} {loss:.3f}" for i, loss in enumerate(rounds))
@@ -314,7 +321,7 @@ class Trainer:
         """Held-out tau with masks only; keeps the best drafter in ``run_dir/best``."""
         if self.rank:
             return 0.0
-        result = replay(self.drafter, self.target, self.held_out[:48])
+        result = replay(self.drafter, self.target, self.held_out[:24])
         self.log(f"step {self.step} held-out tau {result.tau:.3f} (n={result.rounds} rounds, masks only)")
         if result.tau > self.best_tau:
             self.best_tau = result.tau

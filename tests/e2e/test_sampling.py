@@ -45,8 +45,8 @@ class Fit(NamedTuple):
         return float(stats.chi2.sf(self.statistic, self.freedom))
 
 
-def _draw(url: str, ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return 1,024 answers of three tokens to one context."""
+def _draw(url: str, ids: Sequence[int], draws: int) -> list[tuple[int, ...]]:
+    """Return answers of three tokens to one context."""
     body = {
         "input_ids": list(ids),
         "sampling_params": {
@@ -56,7 +56,7 @@ def _draw(url: str, ids: Sequence[int]) -> list[tuple[int, ...]]:
             "n": DRAWS_PER_REQUEST,
         },
     }
-    requests = range(DRAWS_PER_CONTEXT // DRAWS_PER_REQUEST)
+    requests = range(draws // DRAWS_PER_REQUEST)
     with ThreadPoolExecutor(max_workers=2) as workers:
         answers = workers.map(lambda _: post(url, "/generate", body), requests)
         return [tuple(answer["output_ids"]) for answered in answers for answer in answered]
@@ -94,13 +94,13 @@ def _fit(model: Any, context_ids: Sequence[int], answers: Sequence[tuple[int, ..
     return Fit(statistic, freedom, draws)
 
 
-def _fit_all(server: Server, tokenizer: Any, model: Any) -> Fit:
+def _fit_all(server: Server, tokenizer: Any, model: Any, *, draws: int) -> Fit:
     fits = []
     for context in CONTEXTS:
         messages = [{"role": "user", "content": context}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        fits.append(_fit(model, ids, _draw(server.url, ids)))
+        fits.append(_fit(model, ids, _draw(server.url, ids, draws)))
     return Fit(*(sum(column) for column in zip(*fits)))
 
 
@@ -125,7 +125,7 @@ def _spec(target: Path, drafter: Path, probe: dict[str, Any]) -> ServerSpec:
 def test_sampled_tokens_fit_the_target(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
     """Catches a verifier that is greedy, keeps the rejected draft in the bonus, or ignores the temperature."""
     with Server(_spec(target, drafter, {})) as server:
-        fit = _fit_all(server, tokenizer, model)
+        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT)
     print(fit, fit.p_value)
     assert fit.draws >= 4000 and fit.freedom >= 20
     assert fit.p_value > 0.001
@@ -134,6 +134,6 @@ def test_sampled_tokens_fit_the_target(target: Path, drafter: Path, tokenizer: A
 def test_a_broken_verifier_is_noticed(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
     """The same draws from a server that verifies sampled requests greedily: the fit must fail."""
     with Server(_spec(target, drafter, {"greedy_verify": True})) as server:
-        fit = _fit_all(server, tokenizer, model)
+        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT // 4)
     print(fit, fit.p_value)
     assert fit.p_value < 1e-6

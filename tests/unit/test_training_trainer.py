@@ -60,7 +60,7 @@ def test_training_lowers_the_loss(tmp_path: Path, samples: list[Sample]) -> None
     trainer.refresh_rollouts()
     results = [trainer.train_step() for _ in range(30)]
     for number in range(2):
-        losses = [result.losses[number] for result in results]
+        losses = [result.losses[number] for result in results if number < len(result.losses)]
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert trainer.drafter.relay is not None
     assert trainer.drafter.relay.relay_mlp[2].weight.abs().max() > 0
