@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo-model": ("sglang_dflow.demo_model", "fetch and convert the demo target (SmolLM2-135M-Instruct)"),
     "convert": ("sglang_dflow.training.convert", "DFlash checkpoint <-> DFlow checkpoint"),
     "prepare-data": ("sglang_dflow.training.data", "prompts -> the target's own answers"),
+    "acceptance": ("sglang_dflow.training.evaluate", "tau of a drafter per prompt set, relay on and off, offline"),
     "train": ("sglang_dflow.training.trainer", "train a drafter from a recipe"),
 }
 """Subcommand -> (module with `main(argv) -> int | None`, one line of help)."""

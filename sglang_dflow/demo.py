@@ -55,14 +55,17 @@ def run_arm(url: str, prompts_ids: Sequence[Sequence[int]], *, relay: bool, max_
     """Answer all prompts one at a time with the relay switched on or off."""
     set_relay(url, relay)
     before = relay_state(url)
-    began = told = time.monotonic()
     label = "relay on " if relay else "relay off"
+    began = time.monotonic()
+    next_line_s = 10.0
+    print(f"  {label}: answering {len(prompts_ids)} prompts", flush=True)
 
     def progress(done: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > 2.0 or done == len(prompts_ids):
-            told = time.monotonic()
-            print(f"  {label}: {done}/{len(prompts_ids)} prompts, {told - began:.0f} s", flush=True)
+        nonlocal next_line_s
+        spent_s = time.monotonic() - began
+        if spent_s > next_line_s or done == len(prompts_ids):
+            next_line_s = spent_s + 10.0
+            print(f"  {label}: {done}/{len(prompts_ids)} prompts, {spent_s:.0f} s", flush=True)
 
     answers = generate_all(url, prompts_ids, concurrency=1, max_new_tokens=max_new_tokens, progress=progress)
     after = relay_state(url)

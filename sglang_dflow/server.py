@@ -142,7 +142,8 @@ class Server:
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
-        began = told = time.monotonic()
+        began = time.monotonic()
+        next_line_s = 2.0
         while True:
             code = self._process.poll()
             if code is not None:
@@ -150,12 +151,12 @@ class Server:
             if self._is_healthy():
                 self._log(f"  server ready after {time.monotonic() - began:.0f} s (log: {self.log_path})")
                 return
-            now = time.monotonic()
-            if now - began > self._start_timeout_s:
+            waited_s = time.monotonic() - began
+            if waited_s > self._start_timeout_s:
                 raise RuntimeError(self._failure(f"the server is not healthy after {self._start_timeout_s:.0f} s"))
-            if now - told > 5.0:
-                told = now
-                self._log(f"  waiting for the server, {now - began:.0f} s")
+            if waited_s > next_line_s:
+                next_line_s += 10.0
+                self._log(f"  waiting for the server, {waited_s:.0f} s")
             time.sleep(0.25)
 
     def _is_healthy(self) -> bool:
