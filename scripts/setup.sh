@@ -10,7 +10,8 @@ venv=.venv
 stamp=$venv/.sglang-dflow-stamp
 want="$(cat pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1) $PWD"
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && "$venv/bin/python" -c 'import sys' 2>/dev/null; then
+installed='from importlib.metadata import version; version("sglang"), version("sglang-dflow")'
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && "$venv/bin/python" -c "$installed" 2>/dev/null; then
   echo "setup: .venv is up to date"
   exit 0
 fi
@@ -19,8 +20,8 @@ fi
   echo "setup: $("$python" --version) is too old, expected Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2
   exit 1
 }
-# A virtual environment is not relocatable, and one whose interpreter is gone cannot be mended: make it anew.
-if ! "$venv/bin/python" -c "import sys, os; sys.exit(os.path.realpath(sys.prefix) != os.path.realpath('$venv'))" 2>/dev/null; then
+# One whose interpreter is gone, or whose creation was interrupted before pip was in it, cannot be mended: make it anew.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   echo "setup: creating $venv with $("$python" --version)"
   rm -rf "$venv"
   "$python" -m venv "$venv"

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"unknown command {command!r}, expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, exit_on_signal)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, exit_on_signal)
     module = importlib.import_module(COMMANDS[command][0])
     return int(module.main(rest) or 0)
 

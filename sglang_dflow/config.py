@@ -100,7 +100,8 @@ def raise_problems(problems: Sequence[str], *, where: str) -> None:
 
 def _dflash_field(config: Mapping[str, Any], name: str) -> Any:
     """A field of the DFlash family: in `dflash_config`, or at top level as older checkpoints have it."""
-    return (config.get("dflash_config") or {}).get(name, config.get(name))
+    nested = config.get("dflash_config")
+    return nested.get(name, config.get(name)) if isinstance(nested, Mapping) else config.get(name)
 
 
 def _is_count(value: Any) -> bool:
@@ -147,6 +148,9 @@ def _relay_field_problems(dflow: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"dflow_config.relay_hidden_size is {dflow['relay_hidden_size']!r}, expected a positive integer"
         )
+    eps = dflow.get("relay_norm_eps", 1e-6)
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or eps <= 0:
+        problems.append(f"dflow_config.relay_norm_eps is {eps!r}, expected a positive number")
     if "relay_activation" in dflow and dflow["relay_activation"] not in ACTIVATIONS:
         problems.append(
             f"dflow_config.relay_activation is {dflow['relay_activation']!r}, expected one of {sorted(ACTIVATIONS)}"
@@ -156,6 +160,11 @@ def _relay_field_problems(dflow: Mapping[str, Any]) -> list[str]:
 
 def _dflash_field_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
+    if config.get("has_embed_tokens"):
+        problems.append(
+            "has_embed_tokens is true: the drafter brings its own embedding (Nemotron layout), which the host "
+            "recognises by the DFlash architecture name only. Serve it with --speculative-algorithm DFLASH"
+        )
     if not _is_count(config.get("hidden_size")):
         problems.append(f"hidden_size is {config.get('hidden_size')!r}, expected a positive integer")
     block_size = _dflash_field(config, "block_size")

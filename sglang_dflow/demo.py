@@ -91,9 +91,9 @@ def _report(on: RelayArm, off: RelayArm) -> dict[str, Any]:
     change = tau_on / tau_off - 1 if tau_off else 0.0
     print(f"  {len(on.answers)} held-out prompts; outputs equal: {'yes' if equal else 'NO'}")
     if change > 0:
-        print(f"  The relay raises tau by {change:.1%} on these prompts.")
+        print(f"  With the relay tau is {change:.1%} higher on these prompts (one run of {len(on.answers)} prompts).")
     else:
-        print(f"  The relay brings no gain with this drafter on these prompts: tau changes by {change:.1%}.")
+        print(f"  The relay brings no gain with this drafter on these prompts: tau changes by {change:+.1%}.")
     return {
         "outputs_equal": equal,
         "tau_relay_on": round(tau_on, 4),

@@ -1,4 +1,4 @@
-"""Every place of SGLang 0.5.23 that asks for DFLASH by name, and what it means for DFLOW.
+"""Every place of SGLang 0.5.23 that asks for DFLASH or a DFlash architecture by name, and what it means for DFLOW.
 
 The host dispatches most of DFLASH through `is_dflash()` / `is_dflash_family()`, which DFLOW answers with yes. The
 sites below compare the name instead, so DFLOW does not join their branch. A test scans the installed host and fails
@@ -95,6 +95,16 @@ HOST_SITES: tuple[HostSite, ...] = (
         "arg_groups.model_overrides.nemotron_h:_nemotron_h_overrides",
         _WORKS,
         "only a default for the draft attention backend; _handle_dflash resolves one for DFLOW",
+    ),
+    HostSite(
+        "speculative.dflash_utils:is_nemotron_35_draft_config",
+        _REFUSED,
+        "asks for the architecture DFlashDraftModel; drafters of that layout (has_embed_tokens) are refused at launch",
+    ),
+    HostSite(
+        "model_executor.model_runner_components.spec_aux_hidden_state:<module>",
+        _REFUSED,
+        "asks for the architecture DFlash2DraftModel with a muse_glimmer target, which is refused at launch",
     ),
     HostSite(
         "arg_groups.lora_hook:check_lora_speculative_compatibility",

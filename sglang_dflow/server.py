@@ -64,13 +64,18 @@ class ServerSpec:
     env: dict[str, str] = field(default_factory=dict)
 
     def argv(self, port: int) -> list[str]:
-        """Return the launch command."""
+        """Return the launch command.
+
+        On CUDA, float32 needs an attention backend that computes in it: flashinfer and fa3 take 16-bit types only.
+        """
         argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model]
         argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype]
         if self.drafter is not None:
             argv += ["--speculative-algorithm", self.algorithm, "--speculative-draft-model-path", self.drafter]
         if not has_cuda():
             argv += ["--device", "cpu"]
+        elif self.dtype == "float32" and "--attention-backend" not in self.extra_args:
+            argv += ["--attention-backend", "triton"]
         return [*argv, *self.extra_args]
 
     def environ(self) -> dict[str, str]:
@@ -171,7 +176,7 @@ class Server:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Stop the server and everything it started. Does nothing if it is stopped already."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
         for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
@@ -182,6 +187,7 @@ class Server:
             if _wait_for_group(process, wait_s):
                 break
         process.wait()
+        self._process = None  # only now: an interrupted stop can be tried again
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 600.0) -> Any:
         """POST JSON and return the JSON answer. Raises RuntimeError with the server's words on a failure."""

@@ -70,6 +70,7 @@ class ConcurrencyResult:
     ties: int
     tau: float
     tokens: int
+    verify_steps: int
     seconds: float
 
 
@@ -153,6 +154,13 @@ def token_logprobs(url: str, prefix: Sequence[int], tokens: Sequence[int]) -> li
     return [by_token[token] for token in tokens]
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-dflow verify",
@@ -163,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="a running server with DFLOW, instead of --model and --drafter")
     parser.add_argument("--baseline-url", help="a running server without speculation")
     parser.add_argument("--prompts", type=Path, help="prompt file (default: 64 built-in prompts)")
-    parser.add_argument("--limit", type=int, help="use only the first N prompts")
+    parser.add_argument("--limit", type=_positive, help="use only the first N prompts")
     parser.add_argument("--concurrency", default="1,8,32", help="comma-separated (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="of the servers started here (default: %(default)s)")
@@ -205,6 +213,30 @@ def _tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
+def _require_baseline(info: dict[str, Any], *, needs_dtype: bool) -> None:
+    """Raise RuntimeError if this server cannot be the reference."""
+    algorithm = info.get("speculative_algorithm")
+    if algorithm is not None:
+        raise RuntimeError(f"the baseline server speculates ({algorithm}); expected one without speculation")
+    if needs_dtype and info.get("dtype") not in TIE_NATS:
+        raise RuntimeError(
+            f"the baseline server tells dtype {info.get('dtype')!r}, expected one of {sorted(TIE_NATS)}. Start it with "
+            "--dtype, or say with --tie-nats how close two tokens must be to count as a tie"
+        )
+
+
+def _require_dflow(info: dict[str, Any], *, like: dict[str, Any]) -> None:
+    """Raise RuntimeError if this server does not run DFLOW on the baseline's target."""
+    if info.get("speculative_algorithm") != "DFLOW":
+        raise RuntimeError(f"the server under test runs {info.get('speculative_algorithm')!r}, expected DFLOW")
+    for name in ("model_path", "dtype"):
+        if info.get(name) != like.get(name):
+            raise RuntimeError(
+                f"the servers differ in {name}: {like.get(name)!r} without speculation, {info.get(name)!r} with DFLOW. "
+                "Compare servers of one target and dtype"
+            )
+
+
 def _progress(label: str, total: int) -> Callable[[int], None]:
     last = time.monotonic()
 
@@ -223,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _check_arguments(parser, args)
     prompts = (varied_prompts() if args.prompts is None else read_prompts(args.prompts))[: args.limit]
-    levels = [int(level) for level in args.concurrency.split(",")]
+    levels = list(dict.fromkeys(int(level) for level in args.concurrency.split(",")))
     base_spec, dflow_spec = _specs(args)
 
     outputs: dict[str, dict[int, list[Completion]]] = {"baseline": {}, "DFLOW": {}}
@@ -231,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts_ids: list[list[int]] = []
     with _arm(args.baseline_url, base_spec) as url:
         info = server_info(url)
+        _require_baseline(info, needs_dtype=args.tie_nats is None)
         tokenizer = _tokenizer(info["tokenizer_path"])
         prompts_ids = [prompt.token_ids(tokenizer) for prompt in prompts]
         for level in levels:
@@ -241,9 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_new_tokens=args.max_new_tokens,
                 progress=_progress(f"no speculation, concurrency {level}", len(prompts)),
             )
-    tie_nats = args.tie_nats if args.tie_nats is not None else TIE_NATS.get(info["dtype"], TIE_NATS["bfloat16"])
+    tie_nats = args.tie_nats if args.tie_nats is not None else TIE_NATS[info["dtype"]]
     results: dict[int, ConcurrencyResult] = {}
     with _arm(args.url, dflow_spec) as url:
+        _require_dflow(server_info(url), like=info)
         for level in levels:
             began = time.monotonic()
             answers = generate_all(
@@ -263,12 +297,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for difference in differences:
                 print(_describe(difference, level), flush=True)
             ties = sum(difference.tie for difference in differences)
+            if not any(answer.verify_steps for answer in answers):
+                raise RuntimeError("the server under test verified no block: nothing was compared")
             results[level] = ConcurrencyResult(
                 requests=len(prompts),
                 mismatches=len(differences) - ties,
                 ties=ties,
                 tau=round(mean_tau(answers), 4),
-                tokens=sum(answer.tokens for answer in answers),
+                tokens=sum(answer.tokens for answer in answers if answer.verify_steps),
+                verify_steps=sum(answer.verify_steps for answer in answers),
                 seconds=round(times[level], 2),
             )
     return _report(results, dtype=str(info["dtype"]))
@@ -294,7 +331,7 @@ def _report(results: dict[int, ConcurrencyResult], *, dtype: str) -> int:
         "requests": sum(result.requests for result in results.values()),
         "mismatches": mismatches,
         "ties": sum(result.ties for result in results.values()),
-        "tau": round(sum(r.tau * r.requests for r in results.values()) / sum(r.requests for r in results.values()), 4),
+        "tau": round(sum(r.tokens for r in results.values()) / sum(r.verify_steps for r in results.values()), 4),
         "dtype": dtype,
         "concurrency": {str(level): asdict(result) for level, result in results.items()},
     }

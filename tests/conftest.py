@@ -26,4 +26,5 @@ def drafter() -> Path:
 
 def pytest_configure() -> None:
     """A test run that is terminated must stop its servers."""
-    signal.signal(signal.SIGTERM, exit_on_signal)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, exit_on_signal)

@@ -79,8 +79,3 @@ def relay_rows(
     source = row + accept_len + rule.shift  # [..., B]
     mask = (next_prefix_len >= 0) & (row >= rule.first_row) & (source < block_size)  # [..., B]
     return RelayRows(source=torch.where(mask, source, 0), mask=mask)
-
-
-def num_relayed(accept_len: int, *, block_size: int, rule: RelayRule) -> int:
-    """Return how many rows of the next block a round with `accept_len` accepted drafts relays."""
-    return max(0, block_size - accept_len - rule.shift - rule.first_row)

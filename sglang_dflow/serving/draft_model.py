@@ -41,16 +41,16 @@ class RelayMixin:
         self._pool: RelayPool | None = None
         self._embed_tokens: EmbedTokens | None = None
         self._projected: torch.Tensor | None = None
+        self._relay_loaded = False
 
     def attach_relay(self, pool: RelayPool, embed_tokens: EmbedTokens) -> None:
         """Relay from `pool` from now on; `embed_tokens` maps int64 [N] to the [N, H] that the drafter is fed."""
         self._pool = pool
         self._embed_tokens = embed_tokens
 
-    def take_projected(self) -> torch.Tensor:
-        """Hand over the result of the last `project_target_hidden`, [N, H], once."""
+    def take_projected(self) -> torch.Tensor | None:
+        """Hand over the result of the last `project_target_hidden`, [N, H], once; None if there was none since."""
         projected, self._projected = self._projected, None
-        assert projected is not None, "nothing was projected since the last call"
         return projected
 
     def project_target_hidden(self, target_hidden: torch.Tensor) -> torch.Tensor:  # [N, m*H]
@@ -94,6 +94,8 @@ class RelayMixin:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the drafter's tensors by the host's rules and the relay's by ours.
 
+        The first load must bring every relay tensor; later ones (online weight updates arrive in parts) may bring some.
+
         Raises:
             ValueError: relay tensors missing or misshaped, all in one message.
         """
@@ -108,9 +110,13 @@ class RelayMixin:
                     yield name, tensor
 
         super().load_weights(of_the_drafter())  # type: ignore[misc]
-        shapes = {name: tuple(tensor.shape) for name, tensor in relay.items()}
-        raise_problems(tensor_problems(self.dflow_config.tensor_shapes(), shapes), where="this drafter's safetensors")
-        self.relay.load_state_dict(relay)
+        expected = self.dflow_config.tensor_shapes()
+        if self._relay_loaded:
+            expected = {name: shape for name, shape in expected.items() if name in relay}
+        found = {name: tuple(tensor.shape) for name, tensor in relay.items()}
+        raise_problems(tensor_problems(expected, found), where="this drafter's safetensors")
+        self.relay.load_state_dict({name: relay[name] for name in expected}, strict=not self._relay_loaded)
+        self._relay_loaded = True
 
 
 class DFlowDraftModel(RelayMixin, DFlashDraftModel):

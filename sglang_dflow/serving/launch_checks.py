@@ -75,17 +75,15 @@ def flag_problems(server_args: Any) -> list[str]:
 def drafter_problems(server_args: Any) -> list[str]:
     """Return what is wrong with the drafter, alone and beside the target."""
     path = server_args.speculative_draft_model_path
-    try:
-        config, _ = PretrainedConfig.get_config_dict(path, revision=server_args.speculative_draft_model_revision)
-    except OSError as error:
-        return [f"the drafter's config.json cannot be read from {path!r}: {str(error).splitlines()[0]}"]
+    # The host has read it already, and has its own message for a path that holds no configuration.
+    config, _ = PretrainedConfig.get_config_dict(path, revision=server_args.speculative_draft_model_revision)
     problems = [f"drafter {path}: {problem}" for problem in checkpoint_problems(config)]
     if problems:
         return problems
     dflow = DFlowConfig.from_checkpoint(config)
     problems = [
         *_block_size_problems(server_args, dflow),
-        *target_problems(config, **_target_sizes(server_args)),
+        *_target_fit_problems(server_args, config),
         *tensor_problems(dflow.tensor_shapes(), _local_relay_shapes(Path(path), dflow)),
     ]
     return [f"drafter {path}: {problem}" for problem in problems]
@@ -100,21 +98,28 @@ def _block_size_problems(server_args: Any, dflow: DFlowConfig) -> list[str]:
     ]
 
 
-def _target_sizes(server_args: Any) -> dict[str, int]:
+def _target_fit_problems(server_args: Any, config: dict[str, Any]) -> list[str]:
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
-    config = get_config(
+    target = get_config(
         server_args.model_path,
         trust_remote_code=server_args.trust_remote_code,
         revision=server_args.revision,
     )
-    text = get_hf_text_config(config)
-    return {
-        "hidden_size": int(text.hidden_size),
-        "vocab_size": int(text.vocab_size),
+    text = get_hf_text_config(target)
+    problems = target_problems(
+        config,
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
         # Loop models run their layers several times; the host numbers captured layers over all passes.
-        "num_hidden_layers": int(text.num_hidden_layers) * int(getattr(text, "num_loops", 1)),
-    }
+        num_hidden_layers=int(text.num_hidden_layers) * int(getattr(text, "num_loops", 1)),
+    )
+    if getattr(target, "model_type", None) == "muse_glimmer":
+        problems.append(
+            "the target is a muse_glimmer model, whose captured layers the host shifts by one for the names of the "
+            "DFlash architectures only. Use --speculative-algorithm DFLASH"
+        )
+    return problems
 
 
 def _local_relay_shapes(path: Path, dflow: DFlowConfig) -> dict[str, tuple[int, ...]]:

@@ -32,5 +32,6 @@ def request_problem(sampling_params: Any, *, verifies_min_p: bool) -> str | None
         return None
     return (
         f"DFLOW cannot honour {', '.join(asked)}: SGLang 0.5.23 verifies DFLASH blocks without it, so the output would "
-        "differ from the target's own. Leave it out, or use a server without speculation."
+        "differ from the target's own. Leave it out (if it comes from the model's generation_config.json, start the "
+        "server with --sampling-defaults openai), or use a server without speculation."
     )

@@ -52,6 +52,7 @@ class DFlowWorker(DFlashWorkerV2):
         self._pool: RelayPool | None = None
         self._req_pool_indices: torch.Tensor | None = None
         self._accepted: _Accepted | None = None
+        self._forget_relayed = False
         super().__init__(*args, **kwargs)
         self.relay_settings = RelaySettings.from_env()
 
@@ -109,6 +110,9 @@ class DFlowWorker(DFlashWorkerV2):
         next draft (I2, I4): its row is emptied before anything of this batch can draft from it.
         """
         if self._pool is not None:
+            if self._forget_relayed:
+                self._forget_relayed = False
+                self._pool.clear()
             self._req_pool_indices = batch.req_pool_indices
             is_extend = batch.forward_mode.is_extend() or batch.is_extend_in_batch
             if is_extend and not batch.forward_mode.is_idle():
@@ -142,7 +146,7 @@ class DFlowWorker(DFlashWorkerV2):
         if self._pool is None or commit_lens is None:
             return
         accepted, self._accepted = self._accepted, None
-        assert accepted is not None
+        assert accepted is not None and projected is not None
         block = VerifiedBlock(
             hidden=projected.view(-1, int(self.block_size), projected.shape[-1]),  # [bs, B, H]
             accept_len=accepted.accept_len,
@@ -155,14 +159,15 @@ class DFlowWorker(DFlashWorkerV2):
     def clear_cache_pool(self) -> None:
         """Forget all relayed states with the host's cache flush (I4)."""
         super().clear_cache_pool()
-        if self._pool is not None:
-            self._pool.clear()
+        self.forget_relayed()
 
-    def weight_update_runners(self) -> list[tuple[str, Any]]:
-        """Name the runners that a weight update touches. The host asks only when it is about to update (I4)."""
-        if self._pool is not None:
-            self._pool.clear()
-        return super().weight_update_runners()
+    def forget_relayed(self) -> None:
+        """Empty the pool before the next iteration reads it.
+
+        Asked from the scheduler's side (cache flush, weight update: hooks/weight_update.py), done at the start of the
+        next iteration, so that it is ordered behind a store that is still running on the forward stream.
+        """
+        self._forget_relayed = True
 
     @property
     def has_relay_pool(self) -> bool:

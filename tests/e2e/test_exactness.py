@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflow.server import Server
 from sglang_dflow.serving.settings import RelaySettings
 from sglang_dflow.verify import mean_tau
 from tests.support.arms import Arm, ArmResult
 
 RunArm = Callable[[str, Arm], ArmResult]
 
-# Concurrency -> number of prompts. `sglang-dflow verify` runs all 64 at each; see docs/measuring.md for its result.
+# Concurrency -> number of prompts. docs/measuring.md has the result of `sglang-dflow verify` with all 64 at each.
 LEVELS = {1: 12, 8: 32, 32: 64}
 TRACED = {1: 12}
 
@@ -23,10 +24,15 @@ def baseline(run_arm: RunArm) -> ArmResult:
     return run_arm("baseline", Arm(concurrency=LEVELS))
 
 
+def _overlap_is_off(server: Server) -> bool:
+    return bool(server.server_info()["disable_overlap_schedule"])
+
+
 @pytest.fixture(scope="module")
 def dflow(run_arm: RunArm, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> ArmResult:
     trace = tmp_path_factory.mktemp("trace") / "dflow"
-    return run_arm("dflow", Arm(drafter=drafter, concurrency=LEVELS, probe={"trace": str(trace)}))
+    arm = Arm(drafter=drafter, concurrency=LEVELS, probe={"trace": str(trace)}, ask=_overlap_is_off)
+    return run_arm("dflow", arm)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +52,17 @@ def _assert_equal_outputs(expected: ArmResult, found: ArmResult) -> None:
 def test_greedy_outputs_equal_no_speculation(baseline: ArmResult, dflow: ArmResult) -> None:
     """Any leak of the relay into verification, between requests, or into committed state."""
     _assert_equal_outputs(baseline, dflow)
+    assert dflow.extra is False, "overlap scheduling is on by default"
     assert all(answer.verify_steps > 0 for answer in dflow.outputs[1] if answer.tokens > 1)
 
 
 def test_greedy_outputs_equal_without_overlap(run_arm: RunArm, baseline: ArmResult, drafter: Path) -> None:
     """The synchronous scheduler carries draft inputs another way (filter/merge instead of the future map)."""
-    arm = Arm(drafter=drafter, concurrency={1: 6, 8: 32}, extra_args=("--disable-overlap-schedule",))
+    arm = Arm(
+        drafter=drafter, concurrency={1: 6, 8: 32}, extra_args=("--disable-overlap-schedule",), ask=_overlap_is_off
+    )
     found = run_arm("dflow-no-overlap", arm)
+    assert found.extra is True
     for level, answers in found.outputs.items():
         assert [a.output_ids for a in answers] == [b.output_ids for b in baseline.outputs[level][: len(answers)]]
 

@@ -7,27 +7,29 @@ from pathlib import Path
 
 import sglang.srt
 
+from sglang_dflow.config import DFLOW_ARCHITECTURES
 from sglang_dflow.host_sites import HOST_SITES
 
 ROOT = Path(sglang.srt.__path__[0])
+NAMES = {"DFLASH", *DFLOW_ARCHITECTURES}
 
 
 def _named_sites() -> set[str]:
-    """Find functions whose code holds the constant "DFLASH" or the member SpeculativeAlgorithm.DFLASH.
+    """Find functions whose code holds "DFLASH", SpeculativeAlgorithm.DFLASH, or an architecture that we rename.
 
     Message strings do not count: only the bare name can be compared. The enum's own definition is not a site.
     """
     found: set[str] = set()
     for path in sorted(ROOT.rglob("*.py")):
         text = path.read_text()
-        if "DFLASH" not in text:
+        if not any(name in text for name in NAMES):
             continue
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
         def visit(node: ast.AST, scope: tuple[str, ...], module: str = module) -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 scope = (*scope, node.name)
-            named = (isinstance(node, ast.Constant) and node.value == "DFLASH") or (
+            named = (isinstance(node, ast.Constant) and node.value in NAMES) or (
                 isinstance(node, ast.Attribute)
                 and node.attr == "DFLASH"
                 and isinstance(node.value, ast.Name)

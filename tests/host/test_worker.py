@@ -35,6 +35,7 @@ class Steps:
         self.worker: Any = DFlowWorker.__new__(DFlowWorker)
         self.worker._pool, self.worker.block_size = self.pool, B
         self.worker._req_pool_indices = self.worker._accepted = None
+        self.worker._forget_relayed = False
         self.projected = torch.empty(0)
         self.worker.draft_model = SimpleNamespace(take_projected=lambda: self.projected)
         self.drafted_from: list[torch.Tensor] = []
@@ -131,14 +132,28 @@ def test_planted_state_reaches_no_other_request(steps: Steps, monkeypatch: pytes
     assert reuse() == 3
 
 
-@pytest.mark.parametrize("forget", ["clear_cache_pool", "weight_update_runners"])
-def test_flush_and_weight_update_forget(steps: Steps, forget: str) -> None:
+@pytest.mark.parametrize("selector", ["flush", "target", "draft", "all"])
+def test_flush_and_weight_update_forget(steps: Steps, selector: str) -> None:
+    """A weight update of any role, asked as the host's updater asks, and a cache flush."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from sglang_dflow.hooks.weight_update import forget_on_weight_update
+
     steps.worker.draft_model_runner = None
     steps.prefill([1])
     steps.verify([1], [10], [0])
-    getattr(steps.worker, forget)()
+    if selector == "flush":
+        steps.worker.clear_cache_pool()
+    else:
+        updater = SimpleNamespace(
+            tp_worker=SimpleNamespace(weight_update_runners=lambda: []), draft_worker=steps.worker
+        )
+        runners = SchedulerWeightUpdaterManager._select_runners(updater, selector)
+        forget_on_weight_update(runners, updater, selector)
     steps.verify([1], [11], [0])
     assert steps.relayed == [0]
+    steps.verify([1], [12], [0])
+    assert steps.relayed == [3], "forgotten once, not for ever"
 
 
 def test_idle_iteration_touches_nothing(steps: Steps) -> None:

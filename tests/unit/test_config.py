@@ -77,6 +77,9 @@ def _drop(path: str) -> Callable[[dict[str, Any]], None]:
         (_drop("dflash_config.target_layer_ids"), "target_layer_ids is missing"),
         (_set("dflash_config.sample_from_anchor", True), "sample_from_anchor is true"),
         (_set("sample_from_anchor", True), "sample_from_anchor is true"),
+        (_set("has_embed_tokens", True), "has_embed_tokens is true"),
+        (_set("dflow_config.relay_norm_eps", "small"), "relay_norm_eps is 'small', expected a positive number"),
+        (_set("dflash_config", "none"), "target_layer_ids is missing"),
     ],
 )
 def test_one_fault_is_named(edit: Callable[[dict[str, Any]], None], words: str) -> None:

@@ -29,7 +29,7 @@ def _record(installed: list[str], **changes: str) -> HookRecord:
 
 
 def test_fingerprints_tell_sources_apart() -> None:
-    others = ("sglang_dflow.relay.alignment:num_relayed", "sglang_dflow.relay.alignment:RelayRule.first_row")
+    others = ("sglang_dflow.relay.alignment:relay_rows", "sglang_dflow.relay.alignment:RelayRule.first_row")
     assert len({fingerprint(target) for target in (TARGET, *others)}) == 3
     assert fingerprint(TARGET) == fingerprint(TARGET)
     assert isinstance(resolve("sglang_dflow.relay.alignment:RelayRule"), type)
