@@ -16,7 +16,7 @@ RunArm = Callable[[str, Arm], ArmResult]
 
 # Concurrency -> number of prompts. docs/measuring.md has the result of `sglang-dflow verify` with all 64 at each.
 LEVELS = {1: 12, 8: 32, 32: 64}
-TRACED = {1: 12}
+TRACED = {1: 8}
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,18 @@ from scipy import stats
 from sglang_dflow.server import Server, ServerSpec, post
 from tests.support.arms import POOL_ARGS, Arm
 
+# Each is continued by one likely token (the prefill's), so that many draws share the context of the verified ones,
+# and those have a wide distribution in most.
 CONTEXTS = (
-    "Name a colour. Answer with one word.",
-    "Write a Python function that adds two numbers.",
-    "A farmer has 12 cows and buys 5 more. How many cows does he have?",
-    "Tell me a joke.",
+    "The United States of",
+    "Thank you very",
+    "I would like to thank you from the bottom of my",
+    "The capital city of the United",
+    "import numpy as np\nimport matplotlib.pyplot as",
 )
-DRAWS_PER_CONTEXT = 1024
+DRAWS_PER_CONTEXT = 768
 DRAWS_PER_REQUEST = 64
-MIN_DRAWS = 60  # of a conditional distribution that is worth testing
+MIN_DRAWS = 40  # of a conditional distribution that is worth testing
 MIN_EXPECTED = 5.0  # per bin, the usual condition of the chi-square approximation
 
 
@@ -96,9 +99,7 @@ def _fit(model: Any, context_ids: Sequence[int], answers: Sequence[tuple[int, ..
 def _fit_all(server: Server, tokenizer: Any, model: Any, *, draws: int) -> Fit:
     fits = []
     for context in CONTEXTS:
-        messages = [{"role": "user", "content": context}]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = tokenizer.encode(context)
         fits.append(_fit(model, ids, _draw(server.url, ids, draws)))
     return Fit(*(sum(column) for column in zip(*fits)))
 
@@ -133,6 +134,6 @@ def test_sampled_tokens_fit_the_target(target: Path, drafter: Path, tokenizer: A
 def test_a_broken_verifier_is_noticed(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
     """The same draws from a server that verifies sampled requests greedily: the fit must fail."""
     with Server(_spec(target, drafter, {"greedy_verify": True})) as server:
-        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT // 4)
+        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT // 6)
     print(fit, fit.p_value)
     assert fit.p_value < 1e-6
