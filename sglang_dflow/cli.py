@@ -14,9 +14,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("sglang_dflow.demo", "serve the demo pair and show what the relay changes"),
     "verify": ("sglang_dflow.verify", "compare DFLOW with no speculation, token by token"),
     "demo-model": ("sglang_dflow.demo_model", "fetch and convert the demo target (SmolLM2-135M-Instruct)"),
+    "inspect": ("sglang_dflow.inspect_checkpoint", "what a drafter checkpoint is, and whether it will serve"),
     "convert": ("sglang_dflow.training.convert", "DFlash checkpoint <-> DFlow checkpoint"),
     "prepare-data": ("sglang_dflow.training.data", "prompts -> the target's own answers"),
-    "acceptance": ("sglang_dflow.training.evaluate", "tau of a drafter per prompt set, relay on and off, offline"),
+    "acceptance": ("sglang_dflow.training.evaluate", "tau of a drafter per prompt set, relay on and off"),
     "train": ("sglang_dflow.training.trainer", "train a drafter from a recipe"),
 }
 """Subcommand -> (module with `main(argv) -> int | None`, one line of help)."""

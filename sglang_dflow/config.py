@@ -24,7 +24,7 @@ DFLOW_ARCHITECTURES: dict[str, str] = {
 RELAY_PREFIXES = ("relay_norm.", "relay_mlp.")
 
 _REQUIRED = ("relay_source", "relay_hidden_size", "relay_activation")
-_OPTIONAL = ("relay_norm_eps",)
+_OPTIONAL = ("relay_norm_eps", "relay_stale_token")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class DFlowConfig:
         relay_hidden_size: width `W` of the relay MLP.
         relay_activation: its activation, a key of `relay.modulation.ACTIVATIONS`.
         relay_norm_eps: epsilon of the relay's LayerNorm; the drafter's `rms_norm_eps` by default.
+        relay_stale_token: True if the MLP also reads the embedding of the target's own top-1 at each source row.
     """
 
     hidden_size: int
@@ -48,6 +49,7 @@ class DFlowConfig:
     relay_hidden_size: int
     relay_activation: str
     relay_norm_eps: float
+    relay_stale_token: bool = False
 
     @property
     def rule(self) -> RelayRule:
@@ -60,7 +62,7 @@ class DFlowConfig:
         return {
             "relay_norm.weight": (h,),
             "relay_norm.bias": (h,),
-            "relay_mlp.0.weight": (w, 3 * h),
+            "relay_mlp.0.weight": (w, (4 if self.relay_stale_token else 3) * h),
             "relay_mlp.0.bias": (w,),
             "relay_mlp.2.weight": (2 * h, w),
             "relay_mlp.2.bias": (2 * h,),
@@ -88,6 +90,7 @@ class DFlowConfig:
             relay_hidden_size=int(dflow["relay_hidden_size"]),
             relay_activation=dflow["relay_activation"],
             relay_norm_eps=float(dflow.get("relay_norm_eps", config.get("rms_norm_eps", 1e-6))),
+            relay_stale_token=dflow.get("relay_stale_token", False),
         )
 
 
@@ -151,6 +154,9 @@ def _relay_field_problems(dflow: Mapping[str, Any]) -> list[str]:
     eps = dflow.get("relay_norm_eps", 1e-6)
     if not isinstance(eps, int | float) or isinstance(eps, bool) or eps <= 0:
         problems.append(f"dflow_config.relay_norm_eps is {eps!r}, expected a positive number")
+    stale = dflow.get("relay_stale_token", False)
+    if not isinstance(stale, bool):
+        problems.append(f"dflow_config.relay_stale_token is {stale!r}, expected true or false")
     if "relay_activation" in dflow and dflow["relay_activation"] not in ACTIVATIONS:
         problems.append(
             f"dflow_config.relay_activation is {dflow['relay_activation']!r}, expected one of {sorted(ACTIVATIONS)}"

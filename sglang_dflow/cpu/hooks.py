@@ -70,6 +70,24 @@ def _install_sampled_verify() -> None:
     dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
 
 
+class _ReportsBf16:
+    """A module as the original check sees it: everything is the module's own, its tensors report bfloat16."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return found.to("meta", torch.bfloat16) if isinstance(found, torch.Tensor) else found
+
+
+def _is_float32(target_embedding: Any, lm_head: Any, prefix_gru: Any, embed_proj: Any) -> bool:
+    """Whether all weights that the original wants in bfloat16 are float32; a mixture is left to the original."""
+    head = [prefix_gru.weight_ih_l0, prefix_gru.weight_hh_l0, embed_proj[0].weight, embed_proj[2].weight]
+    weights = [getattr(target_embedding, "weight", None), getattr(lm_head, "weight", None), *head]
+    return all(weight is not None and weight.dtype == torch.float32 for weight in weights)
+
+
 def _install_domino_validation() -> None:
     import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
     from sglang.srt.speculative import domino_utils
@@ -78,8 +96,16 @@ def _install_domino_validation() -> None:
 
     @functools.wraps(original)
     def validate_domino_runtime(*, device: torch.device, **checks: Any) -> None:
-        # Every other check of the original stays; only its device check is answered for it.
-        original(device=torch.device("cuda") if device.type == "cpu" else device, **checks)
+        # Every other check of the original stays; its device check is answered for it, and so is its type check for
+        # a server that is float32 throughout (bit-stable comparisons): the rollout is plain torch in any one type.
+        if device.type == "cpu":
+            device = torch.device("cuda")
+            modules = {name: checks[name] for name in ("target_embedding", "lm_head", "prefix_gru", "embed_proj")}
+            if _is_float32(**modules):
+                projections = [_ReportsBf16(module) for module in modules.pop("embed_proj")]
+                checks |= {name: _ReportsBf16(module) for name, module in modules.items()}
+                checks["embed_proj"] = projections
+        original(device=device, **checks)
 
     rebind(original, validate_domino_runtime)
 
@@ -179,12 +205,13 @@ CPU_HOOKS: tuple[HookRecord, ...] = (
         target="sglang.srt.speculative.domino_utils:validate_domino_runtime",
         host_version=HOST_VERSION,
         fingerprint="969cb573dd07c05a",
-        why="Domino drafters are refused off CUDA, though their rollout is plain torch",
-        how="answers the device check and leaves all other checks to the original",
+        why="Domino drafters are refused off CUDA and outside bfloat16, though their rollout is plain torch",
+        how="answers the device check and, where all weights are float32, the type check; leaves all other checks to "
+        "the original",
         tried="no seam: the worker's constructor calls it unconditionally",
         upstream="none yet",
-        remove_when="validate_domino_runtime asks for what it needs instead of a device name",
-        test="tests/host/test_cpu_hooks.py",
+        remove_when="validate_domino_runtime asks for what it needs instead of a device name and a type",
+        test="tests/host/test_cpu_hooks.py, tests/host/test_parity.py",
         install=_install_domino_validation,
     ),
     HookRecord(

@@ -1,14 +1,19 @@
 """The relay's arithmetic: what a relayed state adds to a mask embedding.
 
-    [beta_i ; gamma_i] = W2 act(W_b E(b) + W_d E(d_{a+1}) + W_h h_i + bias1) + bias2
+    [beta_i ; gamma_i] = W2 act(W_b E(b) + W_d E(d_{a+1}) + W_h h_i [+ W_s E(s_i)] + bias1) + bias2
     x_i = E_mask + beta_i * LayerNorm(h_i) + gamma_i
 
+`s_i`, optional, is the *stale token*: the target's own top-1 at the verified row that `h_i` comes from. It is its
+guess for the very position that row `i` drafts, made behind a rejected token, and it costs nothing (greedy
+verification computes it); the projected state carries it only as far as `fc` happens to let it through.
+
 Owns the parameters `relay_norm.{weight,bias}` and `relay_mlp.{0,2}.{weight,bias}` (the public precedent's names;
-the order of the first linear's input is `[E(b); E(d); h]`). The first linear is split: its boundary part is
-computed once per request, its state part once per row. The last layer starts at zero, so that a converted DFlash
+the order of the first linear's input is `[E(b); E(d); h]`, then `E(s)`). The first linear is split: its boundary part
+is computed once per request, the rest once per row. The last layer starts at zero, so that a converted DFlash
 drafter decodes exactly as before. Shared by the trainer and the served drafter.
 
-Source: arXiv 2609.06498, equation of the modulation; depth, width, activation and initialisation are open there.
+Source: arXiv 2609.06498, equation of the modulation; depth, width, activation and initialisation are open there. The
+stale token is ours (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class RelayModulation(nn.Module):
         *,
         activation: str = "silu",
         norm_eps: float = 1e-6,
+        stale_token: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -44,9 +50,10 @@ class RelayModulation(nn.Module):
                 "Correct dflow_config.relay_activation in the drafter's config.json."
             )
         self.hidden_size = hidden_size
+        self.stale_token = stale_token
         self.relay_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.relay_mlp = nn.Sequential(
-            nn.Linear(3 * hidden_size, relay_hidden_size),
+            nn.Linear((4 if stale_token else 3) * hidden_size, relay_hidden_size),
             ACTIVATIONS[activation](),
             nn.Linear(relay_hidden_size, 2 * hidden_size),
         )
@@ -72,10 +79,12 @@ class RelayModulation(nn.Module):
         hidden: torch.Tensor,  # [..., R, H] projected verifier states h_i
         bonus_embed: torch.Tensor,  # [..., H]
         rejected_embed: torch.Tensor,  # [..., H]
+        stale_embed: torch.Tensor | None = None,  # [..., R, H], given exactly if `stale_token`
     ) -> torch.Tensor:
         """Return `beta_i * LayerNorm(h_i) + gamma_i`, [..., R, H], to be added to the mask embeddings."""
         first, activation, second = self.relay_mlp
-        state = F.linear(hidden, first.weight[:, 2 * self.hidden_size :])  # [..., R, W]
+        rows = hidden if stale_embed is None else torch.cat((hidden, stale_embed), dim=-1)  # [..., R, H or 2H]
+        state = F.linear(rows, first.weight[:, 2 * self.hidden_size :])  # [..., R, W]
         boundary = self.boundary_term(bonus_embed, rejected_embed)  # [..., W]
         beta, gamma = second(activation(state + boundary.unsqueeze(-2))).chunk(2, dim=-1)  # [..., R, H] each
         return torch.addcmul(gamma, beta, self.relay_norm(hidden))

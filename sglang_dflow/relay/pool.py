@@ -30,6 +30,7 @@ class VerifiedBlock(NamedTuple):
         next_prefix_len: int64 [bs], `P' = P + a + 1`.
         bonus: int64 [bs], the target's token at `P'`.
         rejected: int64 [bs], the drafted token at `P'`; any valid id on full acceptance.
+        stale: int64 [bs, B], the target's own top-1 at every row; None where the relay does not read it.
     """
 
     hidden: torch.Tensor
@@ -37,6 +38,7 @@ class VerifiedBlock(NamedTuple):
     next_prefix_len: torch.Tensor
     bonus: torch.Tensor
     rejected: torch.Tensor
+    stale: torch.Tensor | None = None
 
 
 class RelayRead(NamedTuple):
@@ -47,12 +49,14 @@ class RelayRead(NamedTuple):
         mask: bool [bs, R], True where the row takes a relay.
         bonus: int64 [bs].
         rejected: int64 [bs].
+        stale: int64 [bs, R], the target's top-1 at each source row; None where the relay does not read it.
     """
 
     hidden: torch.Tensor
     mask: torch.Tensor
     bonus: torch.Tensor
     rejected: torch.Tensor
+    stale: torch.Tensor | None = None
 
 
 class RelayStats(NamedTuple):
@@ -67,7 +71,7 @@ class RelayStats(NamedTuple):
 
 
 class RelayPool:
-    """`num_rows x B x H` states and four integers per request.
+    """`num_rows x B x H` states and four integers per request; `B` more with the stale tokens.
 
     Owner: the worker; allocated once after the host's request pool, lives as long as the process.
     """
@@ -81,6 +85,7 @@ class RelayPool:
         rule: RelayRule,
         dtype: torch.dtype,
         device: torch.device | str,
+        stale_token: bool = False,
     ) -> None:
         def ints(fill: int) -> torch.Tensor:
             return torch.full((num_rows,), fill, dtype=torch.int64, device=device)
@@ -92,14 +97,18 @@ class RelayPool:
         self.accept_len = ints(0)  # [num_rows]
         self.bonus = ints(0)  # [num_rows]
         self.rejected = ints(0)  # [num_rows]
+        self.stale: torch.Tensor | None = None
+        if stale_token:
+            self.stale = torch.zeros((num_rows, block_size), dtype=torch.int64, device=device)
         self.enabled = torch.ones((1,), dtype=torch.bool, device=device)  # runtime switch, read inside the graph
         self.counts = torch.zeros((2,), dtype=torch.int64, device=device)  # relayed, eligible
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of all tensors: `num_rows * (B * H * itemsize + 32)` and a few constants."""
-        tensors = (self.hidden, self.next_prefix_len, self.accept_len, self.bonus, self.rejected)
-        return sum(t.numel() * t.element_size() for t in (*tensors, self.enabled, self.counts))
+        """Device bytes of all tensors: `num_rows * (B * H * itemsize + 32 [+ 8 * B])` and a few constants."""
+        tensors = [self.hidden, self.next_prefix_len, self.accept_len, self.bonus, self.rejected]
+        tensors += [self.enabled, self.counts] + ([] if self.stale is None else [self.stale])
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def store(self, req_pool_indices: torch.Tensor, block: VerifiedBlock) -> None:  # req_pool_indices: int64 [bs]
         """Remember a verified block, one row per request. Indices must be distinct and non-zero."""
@@ -113,6 +122,9 @@ class RelayPool:
             (self.rejected, block.rejected),
         ):
             column.index_copy_(0, req_pool_indices, values.to(torch.int64))
+        if self.stale is not None:
+            assert block.stale is not None
+            self.stale.index_copy_(0, req_pool_indices, block.stale.to(torch.int64))
 
     def read(
         self,
@@ -136,6 +148,7 @@ class RelayPool:
             mask=mask,
             bonus=self.bonus[req_pool_indices],
             rejected=self.rejected[req_pool_indices],
+            stale=None if self.stale is None else self.stale[req_pool_indices.unsqueeze(1), rows.source],  # [bs, R]
         )
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]

@@ -37,6 +37,7 @@ class RelayMixin:
             self.dflow_config.relay_hidden_size,
             activation=self.dflow_config.relay_activation,
             norm_eps=self.dflow_config.relay_norm_eps,
+            stale_token=self.dflow_config.relay_stale_token,
         )
         self._pool: RelayPool | None = None
         self._embed_tokens: EmbedTokens | None = None
@@ -84,8 +85,11 @@ class RelayMixin:
         blocks = input_embeds.view(bs, block_size, -1)  # [bs, B, H]
         first_row = pool.rule.first_row
         read = pool.read(req_pool_indices, positions.view(bs, block_size))  # R = B - first_row
-        boundary = embed_tokens(torch.cat((read.bonus, read.rejected))).to(blocks.dtype)  # [2 * bs, H]
-        delta = self.relay(read.hidden, boundary[:bs], boundary[bs:])  # [bs, R, H]
+        # One lookup for all tokens that the relay reads: under tensor parallelism each is a collective.
+        tokens = [read.bonus, read.rejected] + ([] if read.stale is None else [read.stale.flatten()])
+        bonus, rejected, *stale = embed_tokens(torch.cat(tokens)).to(blocks.dtype).split([len(ids) for ids in tokens])
+        stale = [part.view(read.hidden.shape) for part in stale]  # [bs, R, H]
+        delta = self.relay(read.hidden, bonus, rejected, *stale)  # [bs, R, H]
         masks = blocks[:, first_row:]  # [bs, R, H]
         # `where`, not a product: a row without relay keeps its bits whatever its source row holds (I5).
         relayed = torch.where(read.mask.unsqueeze(-1), masks + delta, masks)  # [bs, R, H]

@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
+from sglang.srt.speculative.dflash_worker_v2 import (
+    DFlashWorkerV2,
+    _is_all_greedy,
+    _resolve_dflash_embedding_module,
+)
 
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 from sglang_dflow.serving.draft_model import EmbedTokens, RelayMixin
@@ -36,6 +40,7 @@ class _Accepted(NamedTuple):
         next_prefix_len: int64 [bs].
         bonus: int64 [bs].
         rejected: int64 [bs].
+        stale: int64 [bs, B], or None where the relay does not read it.
     """
 
     req_pool_indices: torch.Tensor
@@ -43,6 +48,7 @@ class _Accepted(NamedTuple):
     next_prefix_len: torch.Tensor
     bonus: torch.Tensor
     rejected: torch.Tensor
+    stale: torch.Tensor | None
 
 
 class DFlowWorker(DFlashWorkerV2):
@@ -73,6 +79,7 @@ class DFlowWorker(DFlashWorkerV2):
             rule=dflow.rule,
             dtype=self.draft_model_runner.dtype,
             device=self.device,
+            stale_token=dflow.relay_stale_token,
         )
         draft_model.attach_relay(self._pool, self._embed_tokens())
 
@@ -94,11 +101,13 @@ class DFlowWorker(DFlashWorkerV2):
             logger.info("DFLOW relay off by %s: drafts are exactly DFLASH's.", RelaySettings.VARIABLE)
             return
         logger.info(
-            "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d pool=%d x %d x %d, %.2f MB",
+            "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d relay_stale_token=%s "
+            "pool=%d x %d x %d, %.2f MB",
             type(self.draft_model).__name__,
             int(self.block_size),
             dflow.relay_source.value,
             dflow.relay_hidden_size,
+            dflow.relay_stale_token,
             *self._pool.hidden.shape,
             self._pool.nbytes / 1e6,
         )
@@ -121,6 +130,9 @@ class DFlowWorker(DFlashWorkerV2):
 
     def _accept_block(self, *, candidates: torch.Tensor, prefix_lens: torch.Tensor, **kwargs: Any) -> Any:
         """Accept by the host's rule and note the rejection boundary. `candidates`: [bs, B], `prefix_lens`: [bs]."""
+        stale = None
+        if self._pool is not None and self._pool.stale is not None:
+            stale, kwargs = self._target_top1(kwargs)
         result = super()._accept_block(candidates=candidates, prefix_lens=prefix_lens, **kwargs)
         accept_len, _, bonus, _, _ = result
         if self._pool is not None:
@@ -133,8 +145,22 @@ class DFlowWorker(DFlashWorkerV2):
                 bonus=bonus,
                 # On full acceptance nothing was rejected and nothing will be relayed: any drafted token does.
                 rejected=candidates.gather(1, boundary.clamp_max(candidates.shape[1] - 1)).squeeze(1),
+                stale=None if stale is None else stale.view(candidates.shape),
             )
         return result
+
+    @staticmethod
+    def _target_top1(accept_args: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The target's top-1 at every row, [bs * B], and the host's arguments with it where the host would compute it.
+
+        Given `target_predict`, the host accepts greedily; so a batch that samples must not see it.
+        """
+        top1 = accept_args.get("target_predict")
+        if top1 is None:
+            top1 = torch.argmax(accept_args["next_token_logits"], dim=-1)
+            if _is_all_greedy(accept_args["sampling_info"]):
+                accept_args = accept_args | {"target_predict": top1}
+        return top1, accept_args
 
     def _append_target_hidden_to_draft_kv_by_loc(self, *args: Any, commit_lens: Any = None, **kwargs: Any) -> None:
         """Append the committed rows to the draft KV by the host's method; relay the block's projected states.
@@ -153,6 +179,7 @@ class DFlowWorker(DFlashWorkerV2):
             next_prefix_len=accepted.next_prefix_len,
             bonus=accepted.bonus,
             rejected=accepted.rejected,
+            stale=accepted.stale,
         )
         self._pool.store(accepted.req_pool_indices, block)
 
@@ -195,6 +222,7 @@ class DFlowWorker(DFlashWorkerV2):
             "relay": "on" if bool(self._pool.enabled.item()) else "off",
             "relay_source": self.draft_model.dflow_config.relay_source.value,
             "relay_hidden_size": self.draft_model.dflow_config.relay_hidden_size,
+            "relay_stale_token": self.draft_model.dflow_config.relay_stale_token,
             "pool_bytes": self._pool.nbytes,
             "relayed_rows": stats.relayed_rows,
             "eligible_rows": stats.eligible_rows,

@@ -1,8 +1,9 @@
 """DFlash-family checkpoint -> DFlow checkpoint with a zero relay, and back.
 
 Owns the conversion of config.json and the relay's initial tensors. Everything else is carried over byte for byte:
-existing tensors keep type and content, other config fields keep their values, other files are copied. The relay's
-last layer starts at zero, so a converted drafter decodes exactly like the DFlash drafter it came from.
+existing tensors (Domino and DFlash2 heads among them) keep type and content, other config fields keep their values,
+other files are copied. Sharded weights are written as one file. The relay's last layer starts at zero, so a converted
+drafter decodes exactly like the DFlash drafter it came from.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_dflow.checkpoint_files import INDEX, WEIGHTS, locate, read_config, weight_files
 from sglang_dflow.config import DFLOW_ARCHITECTURES, RELAY_PREFIXES, DFlowConfig, checkpoint_problems, raise_problems
 from sglang_dflow.relay.modulation import RelayModulation
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def convert_dflash_to_dflow(
@@ -30,14 +30,15 @@ def convert_dflash_to_dflow(
     relay_source: str = "first_rejection",
     relay_hidden_size: int | None = None,
     relay_activation: str = "silu",
+    relay_stale_token: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write ``dst``: the drafter of ``src`` with a zero-initialised relay.
+    """Write ``dst``: the drafter of ``src`` (a directory or a hub id) with a zero-initialised relay.
 
     ``relay_hidden_size`` defaults to the drafter's hidden size. ``seed`` draws the relay's first layer.
     """
-    src, dst = Path(src), Path(dst)
-    config = _read_config(src)
+    src, dst = locate(src), Path(dst)
+    config = read_config(src)
     names = _swap_architectures(
         config, DFLOW_ARCHITECTURES, src, "sglang-dflow convert SRC DST expects a DFlash drafter"
     )
@@ -46,6 +47,8 @@ def convert_dflash_to_dflow(
         "relay_hidden_size": int(relay_hidden_size or config["hidden_size"]),
         "relay_activation": relay_activation,
     }
+    if relay_stale_token:
+        dflow["relay_stale_token"] = True
     converted = _insert_after(config | {"architectures": names}, "dflash_config", "dflow_config", dflow)
     raise_problems(checkpoint_problems(converted), where=f"the conversion of {src}")
     parsed = DFlowConfig.from_checkpoint(converted, where=str(src))
@@ -62,9 +65,9 @@ def convert_dflash_to_dflow(
 
 
 def strip_relay(src: str | Path, dst: str | Path) -> Path:
-    """Write ``dst``: the DFlow drafter of ``src`` without its relay, a plain DFlash-family drafter."""
-    src, dst = Path(src), Path(dst)
-    config = _read_config(src)
+    """Write ``dst``: the DFlow drafter of ``src`` (a directory or a hub id) without its relay."""
+    src, dst = locate(src), Path(dst)
+    config = read_config(src)
     back = {new: old for old, new in DFLOW_ARCHITECTURES.items()}
     names = _swap_architectures(config, back, src, "--strip expects a DFlow drafter")
     stripped = {k: v for k, v in (config | {"architectures": names}).items() if k != "dflow_config"}
@@ -84,16 +87,9 @@ def relay_tensors(config: DFlowConfig, dtype: torch.dtype, seed: int) -> dict[st
             config.relay_hidden_size,
             activation=config.relay_activation,
             norm_eps=config.relay_norm_eps,
+            stale_token=config.relay_stale_token,
         )
     return {name: tensor.to(dtype).contiguous() for name, tensor in relay.state_dict().items()}
-
-
-def _read_config(src: Path) -> dict[str, Any]:
-    path = src / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{src} holds no config.json; expected a drafter checkpoint directory.")
-    config: dict[str, Any] = json.loads(path.read_text())
-    return config
 
 
 def _swap_architectures(config: dict[str, Any], table: dict[str, str], src: Path, expected: str) -> list[str]:
@@ -123,22 +119,21 @@ def _write(
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    if (src / INDEX).exists() or not (src / WEIGHTS).is_file():
-        raise ValueError(
-            f"{src} must hold one {WEIGHTS} (drafters are small); sharded or missing weights are not supported. "
-            "Remedy: save the drafter again as one safetensors file."
-        )
+    files = weight_files(src)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ValueError(f"{dst} exists and is not an empty directory; choose another destination.")
-    with safe_open(src / WEIGHTS, framework="pt") as handle:
-        metadata = handle.metadata()
-        tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            metadata |= handle.metadata() or {}
+            tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
     edited = edit(tensors)
     dst.mkdir(parents=True, exist_ok=True)
     for path in src.iterdir():
-        if path.is_file() and path.name not in (WEIGHTS, "config.json", "README.md"):
+        if path.is_file() and path not in files and path.name not in (INDEX, "config.json", "README.md"):
             shutil.copy2(path, dst / path.name)
-    save_file(edited, dst / WEIGHTS, metadata=metadata)
+    save_file(edited, dst / WEIGHTS, metadata=metadata or None)
     (dst / WEIGHTS).chmod(0o644)
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return dst
@@ -147,25 +142,31 @@ def _write(
 def main(argv: list[str] | None = None) -> int:
     """``sglang-dflow convert SRC DST``: add a zero relay to a DFlash drafter, or take a relay off (--strip)."""
     parser = argparse.ArgumentParser(prog="sglang-dflow convert", description=main.__doc__)
-    parser.add_argument("src", type=Path, help="checkpoint directory: config.json and model.safetensors")
+    parser.add_argument("src", help="checkpoint directory (config.json, safetensors in one file or shards) or hub id")
     parser.add_argument("dst", type=Path, help="directory to write; must not exist or be empty")
     parser.add_argument("--strip", action="store_true", help="DFlow -> DFlash: remove the relay")
     parser.add_argument("--relay-source", choices=["first_rejection", "suffix"], default="first_rejection")
     parser.add_argument("--relay-hidden-size", type=int, default=None, help="default: the drafter's hidden size")
     parser.add_argument("--relay-activation", default="silu")
+    parser.add_argument("--relay-stale-token", action="store_true", help="the relay also reads the target's own top-1")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if args.strip:
-        strip_relay(args.src, args.dst)
-    else:
-        convert_dflash_to_dflow(
-            args.src,
-            args.dst,
-            relay_source=args.relay_source,
-            relay_hidden_size=args.relay_hidden_size,
-            relay_activation=args.relay_activation,
-            seed=args.seed,
-        )
+    try:
+        if args.strip:
+            strip_relay(args.src, args.dst)
+        else:
+            convert_dflash_to_dflow(
+                args.src,
+                args.dst,
+                relay_source=args.relay_source,
+                relay_hidden_size=args.relay_hidden_size,
+                relay_activation=args.relay_activation,
+                relay_stale_token=args.relay_stale_token,
+                seed=args.seed,
+            )
+    except ValueError as error:
+        print(f"sglang-dflow convert: {error}", file=sys.stderr)
+        return 1
     print(f"wrote {args.dst}")
     return 0
 

@@ -1,49 +1,59 @@
-"""Training data: prompts -> the target's own answers, in batched plain torch.
+"""``sglang-dflow prepare-data``: prompts -> the target's own answers, with their captured states if wanted.
 
-Owns the greedy (or sampled) batch generator, the self-written prompts, the removal of loops and the answer files.
-An answers file is JSON lines ``{"id", "domain", "prompt_ids", "answer_ids", "finish"}``; it is only ever appended
-to, a line at a time, so an interrupted run resumes by skipping the ids that are already there.
+Owns the answers files and the order of the work. An answers file is JSON lines ``{"id", "domain", "prompt_ids",
+"answer_ids", "finish"}``, only ever appended to, a batch at a time: an interrupted run goes on by skipping the ids
+that are already there. Beside ``answers.jsonl`` are ``answers.prompts.json``, the chosen prompts and the settings they
+are answered with (a run goes on with these or not at all), and ``answers.states/``, the captured states (states.py).
 
-A target that falls into a loop makes its own text trivially predictable and inflates acceptance: an answer is cut
-after the first period of a loop (``finish: "loop"``).
+Prompts, their sources and the guard against evaluation sets: prompts.py. Generation: generate.py in this process,
+answer_server.py through a running SGLang server.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from sglang_dflow.training.target import Target, TargetShape
+from sglang_dflow.training.answer_server import ServerGenerate
+from sglang_dflow.training.generate import (
+    Generate,
+    Generated,
+    LocalGenerate,
+    Sampling,
+    cut_loop,
+    generate_batch,
+    loop_start,
+)
+from sglang_dflow.training.prompts import (
+    BOXED,
+    SEEDS,
+    Conversation,
+    Log,
+    Mix,
+    Prompt,
+    Source,
+    answer_id,
+    chat_ids,
+    collect,
+    read_turns,
+)
+from sglang_dflow.training.states import StateWriter, capture_each, check_room, states_dir
+from sglang_dflow.training.target import Target
 
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-TESTED = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
+__all__ = [
+    "BOXED", "SEEDS", "Answer", "Generated", "Prompt", "Sampling", "answer_conversations", "answer_prompts",
+    "chat_ids", "cut_loop", "generate_batch", "loop_start", "read_answers", "read_turns", "state_rows",
+]  # fmt: skip
 
-# Beginnings of user turns that the target completes itself, by domain. An empty one leaves everything to it.
-SEEDS: dict[str, list[str]] = {
-    "chat": ["", "", "", "", "Write a", "Can you", "Explain", "How do", "What", "Give me", "Describe", "Compose",
-             "Imagine you are", "Suggest", "Rewrite", "List", "Why", "Compare", "Summarize", "Edit the following"],
-    "code": ["Write a function to", "Write a python function to", "Write a Python function that",
-             "Write a function that", "Write a program to", "Implement"],
-    "tested": [TESTED + "def ", TESTED + "from typing import List\n\n\ndef ", TESTED + "\ndef "],
-    "math": ["Find", "What is", "If $", "Let $", "How many", "Compute", "Solve", "A ", "The ", "Simplify", "Evaluate"],
-}  # fmt: skip
-
-
-class Prompt(NamedTuple):
-    """One conversation to answer."""
-
-    id: str
-    domain: str
-    ids: list[int]  # chat template applied, generation prompt included
+GREEDY = Sampling()
 
 
 class Answer(NamedTuple):
@@ -56,311 +66,144 @@ class Answer(NamedTuple):
     finish: str  # "eos", "length" or "loop"
 
 
-class Generated(NamedTuple):
-    """One continuation, with the captured states of every row that went through the target."""
-
-    tokens: list[int]
-    finish: str
-    states: torch.Tensor | None  # [len(prompt) + len(tokens) - 1, m * H]; None unless asked for
-
-
-class Sampling(NamedTuple):
-    """How to pick the next token; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 200  # bounds the sort that top-p needs
-
-
-# --- loops -----------------------------------------------------------------------------------------------
-
-
-def loop_start(tokens: Sequence[int], max_period: int = 64, min_repeats: int = 3, min_length: int = 24) -> int | None:
-    """Index behind the first period of a loop that reaches the end of ``tokens``, or None.
-
-    A loop is a tail with period ``p``, ``min_repeats`` periods and ``min_length`` tokens long.
-    """
-    n = len(tokens)
-    for period in range(1, min(max_period, n // min_repeats) + 1):
-        start = n - period
-        while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
-            start -= 1
-        if n - start >= max(min_repeats * period, min_length):
-            return start + period
-    return None
-
-
-# --- batched generation ----------------------------------------------------------------------------------
-
-
-class _Cache:
-    """Key/value cache of a left-padded batch; keys are stored transposed.
-
-    [B * Hkv, D, T] is the layout in which a one-row bf16 product reads keys without a transpose: 3x faster here
-    than scaled_dot_product_attention with its per-call packing.
-    """
-
-    def __init__(self, shape: TargetShape, batch: int, length: int, dtype: torch.dtype) -> None:
-        self.shape, self.length = shape, 0
-        rows = batch * shape.num_kv_heads
-        self.keys = [torch.empty(rows, shape.head_dim, length, dtype=dtype) for _ in range(shape.num_layers)]
-        self.values = [torch.empty(rows, length, shape.head_dim, dtype=dtype) for _ in range(shape.num_layers)]
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Keep only the given batch rows [B']."""
-        heads = self.shape.num_kv_heads
-        flat = (rows[:, None] * heads + torch.arange(heads)).flatten()
-        self.keys = [k[flat] for k in self.keys]
-        self.values = [v[flat] for v in self.values]
-
-
-def _prefill_attend(shape: TargetShape, cache: _Cache, left_pad: torch.Tensor) -> Any:
-    from sglang_dflow.training.target import causal_attend
-
-    inner = causal_attend(shape, left_pad)
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        length = k.shape[1]
-        cache.keys[layer][:, :, :length] = k.permute(0, 2, 3, 1).flatten(0, 1)
-        cache.values[layer][:, :length] = v.transpose(1, 2).flatten(0, 1)
-        return inner(layer, q, k, v)
-
-    return attend
-
-
-def _decode_attend(shape: TargetShape, cache: _Cache, bias: torch.Tensor) -> Any:
-    """Attention of one new row per sequence; ``bias`` [B, 1, 1, T] hides left padding."""
-    groups, end = shape.num_heads // shape.num_kv_heads, cache.length + 1
-    scale = shape.head_dim**-0.5
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys[:, :, end - 1] = k.reshape(-1, shape.head_dim)
-        values[:, end - 1] = v.reshape(-1, shape.head_dim)
-        query = q.reshape(-1, groups, shape.head_dim) * scale  # [B Hkv, groups, D]
-        scores = torch.bmm(query, keys[:, :, :end]).view(-1, shape.num_kv_heads, groups, end)
-        weights = torch.softmax(scores + bias[..., :end], dim=-1).view(-1, groups, end)
-        return torch.bmm(weights, values[:, :end]).view(q.shape[0], 1, -1)  # [B, 1, Hq D]
-
-    return attend
-
-
-def _pick(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """Next tokens [B] from logits [B, V]."""
-    if sampling.temperature == 0.0:
-        return logits.argmax(-1)
-    values, ids = torch.topk(logits.float() / sampling.temperature, sampling.top_k, dim=-1)
-    probs = F.softmax(values, dim=-1)
-    outside = probs.cumsum(-1) - probs > sampling.top_p
-    choice = torch.multinomial(probs.masked_fill(outside, 0.0), 1, generator=generator)  # [B, 1]
-    return ids.gather(-1, choice)[:, 0]
-
-
-@torch.inference_mode()
-def generate_batch(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-    generator: torch.Generator | None = None,
-    cut_loops: bool = True,
-    capture: bool = False,
-) -> list[Generated]:
-    """Continue each prompt to its end token, in order.
-
-    ``capture`` keeps the captured states on the way: generation computes them anyway, so training data comes with
-    its features and needs no second pass over the text.
-    """
-    generator = generator or torch.Generator().manual_seed(0)
-    shape, batch, width = target.shape, len(prompts), max(len(p) for p in prompts)
-    pad = torch.tensor([width - len(p) for p in prompts])  # [B]
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])  # [B, width]
-    cache = _Cache(shape, batch, width + max_new_tokens, target.dtype)
-    positions = (torch.arange(width)[None] - pad[:, None]).clamp_min(0)
-    hidden, captured = target.forward(ids, positions, _prefill_attend(shape, cache, pad), capture)
-    cache.length = width
-    states = None
-    if captured is not None:
-        states = captured.new_empty(batch, width + max_new_tokens, captured.shape[-1])  # [B, T, m * H]
-        states[:, :width] = captured
-    columns = torch.arange(width + max_new_tokens)
-    bias = torch.where(columns[None] < pad[:, None], float("-inf"), 0.0).to(target.dtype)[:, None, None]
-    produced: list[list[int]] = [[] for _ in range(batch)]
-    finish = [""] * batch  # empty while the answer grows
-    rows = torch.arange(batch)  # original index of each batch row still alive
-    last = _pick(target.logits(hidden[:, -1]), sampling, generator)  # [B']
-    eos = set(target.eos_token_ids)
-    for step in range(max_new_tokens):
-        alive = []
-        for row, (index, token) in enumerate(zip(rows.tolist(), last.tolist())):
-            if finish[index]:
-                continue  # done, not yet compacted away
-            produced[index].append(token)
-            if token in eos:
-                finish[index] = "eos"
-            elif cut_loops and step % 16 == 15 and (start := loop_start(produced[index])) is not None:
-                del produced[index][start:]
-                finish[index] = "loop"
-            else:
-                alive.append(row)
-        if not alive or step == max_new_tokens - 1:
-            break
-        # Copying the cache costs about one step, so it waits until a quarter of the rows are done.
-        if len(alive) <= 0.75 * len(rows):
-            keep = torch.tensor(alive)
-            cache.keep(keep)
-            rows, last, pad, bias = rows[keep], last[keep], pad[keep], bias[keep]
-        attend = _decode_attend(shape, cache, bias)
-        hidden, captured = target.forward(last[:, None], (cache.length - pad)[:, None], attend, capture)  # [B', 1, ..]
-        if states is not None and captured is not None:
-            states[rows, cache.length] = captured[:, 0]
-        cache.length += 1
-        last = _pick(target.logits(hidden[:, 0]), sampling, generator)
-    for index, tokens in enumerate(produced):
-        if not finish[index]:
-            finish[index] = "length"
-            if cut_loops and (start := loop_start(tokens)) is not None:
-                del tokens[start:]
-                finish[index] = "loop"
-    return [
-        Generated(
-            tokens,
-            finish[index],
-            None if states is None else states[index, width - len(prompts[index]) : width + len(tokens) - 1],
-        )
-        for index, tokens in enumerate(produced)
-    ]
-
-
-# --- prompts ---------------------------------------------------------------------------------------------
-
-
-def read_turns(path: str | Path) -> list[tuple[str, list[str]]]:
-    """Read prompts ``{"id", "turns"}``, one JSON object a line."""
-    records = [json.loads(line) for line in Path(path).read_text().split("\n") if line.strip()]
-    return [(str(record["id"]), list(record["turns"])) for record in records]
-
-
-def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation with the generation prompt, exactly as a chat server builds them."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def write_own_prompts(
-    target: Target, tokenizer: Any, domain: str, count: int, seed: int, batch_rows: int = 96
-) -> list[str]:
-    """Let the target write user turns itself: sampled behind its own user header, so no data set is needed."""
-    rng = random.Random(f"{domain}/{seed}")
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    header = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False).split("@@")[0]
-    sampling = Sampling(temperature=1.0, top_p=0.95)
-    limit = 160 if domain == "tested" else 96
-    texts: list[str] = []
-    while len(texts) < count:
-        seeds = [rng.choice(SEEDS[domain]) for _ in range(batch_rows)]
-        prompts = [list(tokenizer(header + s, add_special_tokens=False)["input_ids"]) for s in seeds]
-        for start, (tokens, finish, _) in zip(seeds, generate_batch(target, prompts, limit, sampling, generator)):
-            text = (start + tokenizer.decode(tokens, skip_special_tokens=True)).strip()
-            if domain == "tested":
-                text = text + "\n```" if text.count("```") == 1 else text
-            elif finish != "eos":
-                continue
-            if len(text) >= 12 and finish != "loop":
-                texts.append(text + BOXED if domain == "math" else text)
-    return texts[:count]
-
-
-def collect_prompts(
-    target: Target, tokenizer: Any, train_file: Path, counts: dict[str, int], seed: int, log: Any
-) -> list[Prompt]:
-    """The mix of training prompts, shuffled: a prefix of any length is a fair sample of the mix."""
-    rng = random.Random(seed)
-    by_domain: dict[str, list[tuple[str, str]]] = {"gsm8k": [], "mbpp": []}
-    for name, turns in read_turns(train_file):
-        by_domain["gsm8k" if name.startswith("gsm8k") else "mbpp"].append((name, turns[0]))
-    picked: list[tuple[str, str, str]] = []  # id, domain, text
-    for domain, prompts in by_domain.items():
-        rng.shuffle(prompts)
-        for name, text in prompts[: counts.get(domain, 0)]:
-            # The evaluation prompts ask for a boxed answer: most maths prompts do so here, too.
-            suffix = BOXED if domain == "gsm8k" and rng.random() < 0.85 else ""
-            picked.append((name, domain, text + suffix))
-    for domain in SEEDS:
-        count = counts.get(domain, 0)
-        if count:
-            log(f"data: the target writes {count} {domain} prompts ...")
-            texts = write_own_prompts(target, tokenizer, domain, count, seed)
-            picked += [(f"self-{domain}/{seed}/{i}", domain, text) for i, text in enumerate(texts)]
-    rng.shuffle(picked)
-    return [
-        Prompt(name, domain, chat_ids(tokenizer, [{"role": "user", "content": text}])) for name, domain, text in picked
-    ]
-
-
 # --- answer files ----------------------------------------------------------------------------------------
 
 
 def read_answers(paths: Sequence[str | Path]) -> list[Answer]:
-    """Read answer files; a torn last line of an interrupted run is ignored."""
+    """Read answer files; a torn last line of an interrupted run is ignored.
+
+    Raises:
+        ValueError: any other line that is no answer.
+    """
     answers = []
     for path in paths:
-        for line in Path(path).read_text().split("\n"):
+        lines = Path(path).read_text().split("\n")
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
             try:
                 answers.append(Answer(**json.loads(line)))
-            except json.JSONDecodeError:
-                continue
+            except (json.JSONDecodeError, TypeError) as error:
+                if number == len(lines):
+                    continue
+                raise ValueError(
+                    f"{path}:{number}: {error}; expected an answer with the fields {', '.join(Answer._fields)}. "
+                    "Remedy: delete the line; prepare-data answers its prompt again."
+                ) from error
     return answers
 
 
-def states_file(answers_path: str | Path) -> Path:
-    """The raw bf16 captured states [rows, m * H] beside an answers file, in the order of its lines."""
-    return Path(answers_path).with_suffix(".states.bin")
+def _drop_torn_line(path: Path) -> None:
+    """Cut what stands behind the last line break, or the next line would be glued to it."""
+    with path.open("rb+") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
 
 
 def state_rows(answer: Answer) -> int:
-    """Rows of an answer in the states file: every token but the last, whose state nothing reads."""
+    """Rows of an answer's captured states: every token but the last, whose state nothing reads."""
     return len(answer.prompt_ids) + len(answer.answer_ids) - 1
 
 
 def answer_prompts(
-    target: Target,
+    target: Target | None,
     prompts: Sequence[Prompt],
     path: Path,
     max_new_tokens: int,
     batch_rows: int,
     deadline: float,
-    log: Any,
-) -> None:
-    """Answer greedily and append to ``path``; skips answered ids, stops at ``deadline`` (``time.monotonic``)."""
-    answered = read_answers([path]) if path.exists() else []
-    done = {answer.id for answer in answered}
+    log: Log,
+    *,
+    generate: Generate | None = None,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+    states: bool = True,
+    target_name: str = "",
+) -> bool:
+    """Answer and append to ``path``; skips answered ids, stops at ``deadline`` (``time.monotonic``).
+
+    ``generate`` defaults to this process. The answers of a batch depend on ``seed`` and the batch alone, so an
+    interrupted run gives the same file in the end; a batch of which only a part was written is completed with fresh
+    draws. States of answers that a server made are computed by one prefill pass of ``target``.
+
+    Returns:
+        Whether every prompt is answered.
+
+    Raises:
+        ValueError: no ``target`` though states or in-process answers are wanted.
+        RuntimeError: no room for the states.
+    """
+    if target is None and (states or generate is None):
+        raise ValueError("answer_prompts needs the target itself for states or answers in this process")
+    if generate is None and target is not None:
+        generate = LocalGenerate(target)
+    assert generate is not None
+    if path.exists():
+        _drop_torn_line(path)
+    done = {answer.id for answer in read_answers([path])} if path.exists() else set()
     todo = [prompt for prompt in prompts if prompt.id not in done]
     log(f"data: {len(todo)} of {len(prompts)} prompts to answer")
-    started, tokens_done = time.monotonic(), 0
-    states_path = states_file(path)
-    states_path.touch()
-    with path.open("a") as out, states_path.open("r+b") as states_out:
-        # States are written before their line: whatever lies behind the last line's rows is a torn batch.
-        row_bytes = 2 * target.shape.hidden_size * len(target.target_layer_ids)
-        states_out.truncate(sum(map(state_rows, answered)) * row_bytes)
-        states_out.seek(0, 2)
-        for batch in _length_sorted(todo, batch_rows):
+    if not todo:
+        return True
+    writer = None
+    if states and target is not None:
+        size = _most_state_bytes(target, todo, max_new_tokens)
+        log(f"data: captured states go to {states_dir(path)}, at most {size / 1e6:,.1f} MB")
+        check_room(states_dir(path), size)
+        writer = StateWriter(states_dir(path), target.target_layer_ids, target_name)
+    progress = _Progress(len(todo), log)
+    with path.open("a") as out:
+        for whole in _length_sorted(prompts, batch_rows):
+            batch = [prompt for prompt in whole if prompt.id not in done]
+            if not batch:
+                continue
             if time.monotonic() > deadline:
-                log("data: time budget reached")
-                return
-            results = generate_batch(target, [prompt.ids for prompt in batch], max_new_tokens, capture=True)
-            for _, _, states in results:
-                assert states is not None
-                states_out.write(states.contiguous().view(torch.uint8).numpy().data)
-            states_out.flush()
-            for prompt, (tokens, finish, _) in zip(batch, results):
-                answer = Answer(prompt.id, prompt.domain, prompt.ids, tokens, finish)
-                out.write(json.dumps(answer._asdict()) + "\n")
-                tokens_done += len(tokens)
+                log("data: time budget reached; the same command goes on from here")
+                return False
+            draw = zlib.crc32(f"{seed}/{whole[0].id}".encode())
+            results = generate([prompt.ids for prompt in batch], max_new_tokens, sampling, draw, writer is not None)
+            if writer is not None and target is not None:
+                # Before the lines: a state without its line is ignored, a line without its state is not.
+                writer.write([prompt.id for prompt in batch], _states(target, batch, results))
+            lines = [
+                json.dumps(Answer(p.id, p.domain, p.ids, result.tokens, result.finish)._asdict()) + "\n"
+                for p, result in zip(batch, results)
+            ]
+            out.write("".join(lines))
             out.flush()
-            rate = tokens_done / (time.monotonic() - started)
-            log(f"data: {tokens_done} tokens, {rate:.0f} tokens/s, last batch width {max(len(p.ids) for p in batch)}")
+            progress.add(len(batch), sum(len(result.tokens) for result in results))
+    return True
+
+
+def _most_state_bytes(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
+    row_bytes = 2 * target.shape.hidden_size * len(target.target_layer_ids)
+    return sum(len(prompt.ids) + max_new_tokens - 1 for prompt in prompts) * row_bytes
+
+
+def _states(target: Target, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[torch.Tensor]:
+    """States [rows, m * H] of each answer: kept while it was made, else by one prefill pass."""
+    kept = [result.states for result in results if result.states is not None]
+    if len(kept) == len(results):
+        return kept
+    return capture_each(target, [prompt.ids + result.tokens[:-1] for prompt, result in zip(prompts, results)])
+
+
+class _Progress:
+    """One line a batch: how far, how fast, how long still."""
+
+    def __init__(self, total: int, log: Log) -> None:
+        self.total, self.log, self.started = total, log, time.monotonic()
+        self.prompts = self.tokens = 0
+
+    def add(self, prompts: int, tokens: int) -> None:
+        self.prompts += prompts
+        self.tokens += tokens
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        left = seconds / self.prompts * (self.total - self.prompts)
+        self.log(
+            f"data: {self.prompts} of {self.total} prompts, {self.tokens} tokens, "
+            f"{self.tokens / seconds:.0f} tokens/s, about {left / 60:.1f} min left"
+        )
 
 
 def _length_sorted(prompts: Sequence[Prompt], batch_rows: int, window: int = 4) -> Iterator[list[Prompt]]:
@@ -371,57 +214,248 @@ def _length_sorted(prompts: Sequence[Prompt], batch_rows: int, window: int = 4) 
             yield chunk[offset : offset + batch_rows]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """``sglang-dflow prepare-data``: prompts -> the target's own greedy answers."""
-    parser = argparse.ArgumentParser(prog="sglang-dflow prepare-data", description=main.__doc__)
+# --- conversations ---------------------------------------------------------------------------------------
+
+
+def turn_prompts(
+    conversations: Sequence[Conversation], tokenizer: Any, answers: dict[str, Answer], turn: int, samples: int
+) -> list[Prompt]:
+    """The requests of one turn, ``samples`` a conversation, each behind its own earlier answers.
+
+    A conversation ends where an answer was cut (length or loop): no server would have gone on from there.
+    """
+    prompts = []
+    for conversation in conversations:
+        for sample in range(samples if turn < len(conversation.turns) else 0):
+            history = [answers.get(answer_id(conversation.id, sample, earlier)) for earlier in range(turn)]
+            messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
+            for text, answer in zip(conversation.turns, history):
+                if answer is None or answer.finish != "eos":
+                    break
+                said = tokenizer.decode(answer.answer_ids, skip_special_tokens=True)
+                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+            else:
+                messages.append({"role": "user", "content": conversation.turns[turn]})
+                name = answer_id(conversation.id, sample, turn)
+                prompts.append(Prompt(name, conversation.domain, chat_ids(tokenizer, messages)))
+    return prompts
+
+
+def answer_conversations(
+    target: Target | None,
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    path: Path,
+    *,
+    max_new_tokens: int,
+    max_prompt_tokens: int,
+    batch_rows: int,
+    deadline: float,
+    log: Log,
+    turns: str = "first",
+    samples: int = 1,
+    **settings: Any,
+) -> bool:
+    """``answer_prompts`` turn after turn (``turns="all"``) or for the first turn only.
+
+    Longer prompts than ``max_prompt_tokens`` are left out. ``settings`` go to ``answer_prompts``.
+    """
+    rounds = max((len(c.turns) for c in conversations), default=0) if turns == "all" else 1
+    for turn in range(rounds):
+        answers = {answer.id: answer for answer in read_answers([path])} if turn else {}
+        prompts = turn_prompts(conversations, tokenizer, answers, turn, samples)
+        fitting = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
+        if len(fitting) < len(prompts):
+            log(f"data: {len(prompts) - len(fitting)} prompts above {max_prompt_tokens} tokens left out")
+        if rounds > 1:
+            log(f"data: turn {turn + 1} of {rounds}")
+        if not answer_prompts(target, fitting, path, max_new_tokens, batch_rows, deadline, log, **settings):
+            return False
+    return True
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def _pairs(text: str) -> dict[str, float]:
+    """``a=1,b=0.5`` as a dictionary."""
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    try:
+        return {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not NAME=NUMBER[,NAME=NUMBER ..]") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflow prepare-data",
+        description="Prompts -> the target's own answers, the training data of a drafter. An interrupted run goes on "
+        "when the same command is given again.",
+    )
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines {"id", "turns"}')
-    parser.add_argument("--out", type=Path, required=True, help="answers file, appended to")
-    parser.add_argument("--target-layer-ids", default="1,8,15,22,28", help="captured layers, stored with the answers")
-    parser.add_argument("--counts", default="gsm8k=1100,mbpp=450,chat=800,code=300,tested=200,math=350")
-    parser.add_argument("--max-new-tokens", type=int, default=320)
-    parser.add_argument("--batch-rows", type=int, default=96)
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop starting batches after this long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard", default="0/1", help="i/n: this process answers every n-th prompt from i")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="answers file (.jsonl), appended to")
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--prompts", nargs="+", default=[], metavar="FILE_OR_DATASET[:COUNT[:DOMAIN]]",
+        help="JSON lines (turns, prompt, question, messages or ShareGPT conversations), or a hub data set "
+        "OWNER/NAME[@SPLIT[@CONFIG]]; COUNT random ones of it, all by default",
+    )  # fmt: skip
+    group.add_argument(
+        "--self", dest="own", default="", metavar="DOMAIN=N,..",
+        help=f"prompts that the target writes itself; domains: {', '.join(SEEDS)}",
+    )  # fmt: skip
+    group.add_argument(
+        "--boxed", default="", metavar="DOMAIN=SHARE,..", help="ask for a boxed answer in this share of a domain"
+    )
+    group.add_argument(
+        "--hold-out", nargs="+", default=[], metavar="FILE", help="evaluation sets: refuse their prompts"
+    )
+    group.add_argument(
+        "--exclude", nargs="+", default=[], metavar="FILE", help="answers files: skip their prompts' ids"
+    )
+    group.add_argument("--turns", choices=["first", "all"], default="first", help="how many turns to answer")
+    group.add_argument("--max-prompt-tokens", type=int, default=2048, help="leave longer prompts out")
+    group.add_argument("--shard", default="0/1", help="i/n: this process answers part i of n")
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=int, default=320)
+    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--samples-per-prompt", type=int, default=1)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--server", metavar="URL", help="let this running SGLang server answer, not this process")
+    group.add_argument("--batch-rows", type=int, default=96, help="prompts a batch")
+    group.add_argument("--minutes", type=float, default=0.0, help="start no batch after this long; 0: no limit")
+    group.add_argument("--threads", type=int, default=0)
+    group = parser.add_argument_group("captured states")
+    group.add_argument(
+        "--states", action=argparse.BooleanOptionalAction, default=True,
+        help="store the target's states (2 x m x H bytes a token); without them training computes them",
+    )  # fmt: skip
+    group.add_argument("--target-layer-ids", default="1,8,15,22,28", help="captured layers")
+    group.add_argument("--device", default="cpu", help="where the target runs in this process, e.g. cuda")
+    return parser
+
+
+def _problems(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if not args.prompts and not args.own:
+        problems.append("no prompts: give --prompts, --self, or both")
+    if args.samples_per_prompt > 1 and args.temperature == 0.0:
+        problems.append("--samples-per-prompt above 1 needs --temperature above 0: greedy answers are all the same")
+    if args.temperature < 0.0 or not 0.0 < args.top_p <= 1.0:
+        problems.append("--temperature is at least 0, --top-p in (0, 1]")
+    index, _, count = args.shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        problems.append(f"--shard {args.shard!r} is not i/n with 0 <= i < n")
+    if args.out.suffix != ".jsonl":
+        problems.append(f"--out {args.out} does not end in .jsonl")
+    return problems
+
+
+def _plan(args: argparse.Namespace, generate: Generate, tokenizer: Any, log: Log) -> list[Conversation]:
+    """The conversations of this answers file: chosen once, then kept beside it.
+
+    Raises:
+        ValueError: the file was begun with other settings.
+    """
+    names = ("target", "prompts", "own", "boxed", "hold_out", "turns", "max_prompt_tokens", "shard", "max_new_tokens",
+             "temperature", "top_p", "samples_per_prompt", "seed", "target_layer_ids")  # fmt: skip
+    settings = {name: getattr(args, name) for name in names}
+    plan_file = args.out.with_suffix(".prompts.json")
+    if plan_file.exists():
+        plan = json.loads(plan_file.read_text())
+        begun = plan["settings"] if isinstance(plan, dict) else {}
+        changed = [
+            f"{name} {begun.get(name)!r} -> {value!r}" for name, value in settings.items() if begun.get(name) != value
+        ]
+        if changed:
+            raise ValueError(
+                f"{args.out} was begun with other settings: {'; '.join(changed)}. Remedy: another --out, or the "
+                f"settings in {plan_file}."
+            )
+        return [Conversation(**fields) for fields in plan["conversations"]]
+    shard, shards = (int(part) for part in args.shard.split("/"))
+    mix = Mix(
+        [Source.parse(text) for text in args.prompts],
+        {name: int(count) for name, count in _pairs(args.own).items()},
+        _pairs(args.boxed),
+        args.hold_out,
+        [answer.id for answer in read_answers([p for p in args.exclude if Path(p).resolve() != args.out.resolve()])],
+        args.seed,
+        shard,
+        shards,
+    )  # fmt: skip
+    conversations = collect(mix, generate, tokenizer, log)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    part = plan_file.with_suffix(".part")
+    part.write_text(json.dumps({"settings": settings, "conversations": [c._asdict() for c in conversations]}))
+    part.replace(plan_file)
+    return conversations
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``sglang-dflow prepare-data``: prompts -> the target's own answers."""
+    parser = _parser()
     args = parser.parse_args(argv)
+    problems = _problems(args)
+    if problems:
+        parser.error("; ".join(problems))
     if args.threads:
         torch.set_num_threads(args.threads)
-    deadline = time.monotonic() + 60 * args.minutes
-    from transformers import AutoTokenizer
+    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    shard, shards = (int(part) for part in args.shard.split("/"))
-    layer_ids = [int(part) for part in args.target_layer_ids.split(",")]
-    target = Target.load(args.target, torch.bfloat16, layer_ids)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    counts = {k: int(v) for k, v in (item.split("=") for item in args.counts.split(","))}
-    # Each shard writes its own share of the self-written prompts (own seed); file prompts are split by index.
-    own = {k: (v if k in ("gsm8k", "mbpp") else v // shards) for k, v in counts.items()}
-    prompt_file = args.out.with_suffix(".prompts.json")
-    if prompt_file.exists():
-        prompts = [Prompt(**record) for record in json.loads(prompt_file.read_text())]
+    try:
+        return 0 if _run(args, deadline, log) else 3
+    except (ValueError, RuntimeError) as error:
+        log(f"prepare-data: {error}")
+        return 1
+
+
+def _run(args: argparse.Namespace, deadline: float, log: Log) -> bool:
+    from transformers import AutoTokenizer
+
+    server = ServerGenerate(args.server) if args.server else None
+    if server is not None:
+        log(f"data: {server.url} serves {server.model_path()}; it must be the model of --target")
+    target = None
+    if server is None or args.states:
+        layer_ids = [int(part) for part in args.target_layer_ids.split(",")]
+        target = Target.load(args.target, torch.bfloat16, layer_ids, args.device)
+        longest = args.max_prompt_tokens + args.max_new_tokens
+        if longest > target.shape.max_position_embeddings:
+            raise ValueError(
+                f"--max-prompt-tokens + --max-new-tokens is {longest}, the target has "
+                f"{target.shape.max_position_embeddings} positions. Remedy: lower one of them."
+            )
+    generate: Generate
+    if server is not None:
+        generate = server
     else:
-        prompts = collect_prompts(target, tokenizer, args.prompts, own, args.seed + shard, log)
-        if shards > 1:
-            prompts = _shard(prompts, shard, shards)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        prompt_file.write_text(json.dumps([prompt._asdict() for prompt in prompts]))
-    row_bytes = 2 * target.shape.hidden_size * len(layer_ids)
-    most = sum(len(prompt.ids) + args.max_new_tokens for prompt in prompts) * row_bytes
-    log(f"data: captured states go to {states_file(args.out)}, at most {most / 1e9:.1f} GB")
-    answer_prompts(target, prompts, args.out, args.max_new_tokens, args.batch_rows, deadline, log)
-    return 0
-
-
-def _shard(prompts: Sequence[Prompt], shard: int, shards: int) -> list[Prompt]:
-    """Split file prompts between shards by a hash of their id, independent of each shard's own order."""
-    import zlib
-
-    return [p for p in prompts if p.id.startswith("self-") or zlib.crc32(p.id.encode()) % shards == shard]
+        assert target is not None
+        generate = LocalGenerate(target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    conversations = _plan(args, generate, tokenizer, log)
+    return answer_conversations(
+        target,
+        tokenizer,
+        conversations,
+        args.out,
+        max_new_tokens=args.max_new_tokens,
+        max_prompt_tokens=args.max_prompt_tokens,
+        batch_rows=args.batch_rows,
+        deadline=deadline,
+        log=log,
+        turns=args.turns,
+        samples=args.samples_per_prompt,
+        generate=generate,
+        sampling=Sampling(args.temperature, args.top_p),
+        seed=args.seed,
+        states=args.states,
+        target_name=args.target,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Answers and their captured states as training batches.
 
-Owns the memory-mapped view of the states files, length-bucketed batching and anchor sampling. Every random choice
-of step ``n`` comes from a generator seeded with (seed, n): resuming needs only the step number.
+Owns length-bucketed batching and anchor sampling. Captured states are views of the mapped shards (states.py) where
+they were stored; where not, ``collate`` computes them with the target. Every random choice of step ``n`` comes from
+a generator seeded with (seed, n): resuming needs only the step number.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dflow.training.data import Answer, read_answers, state_rows, states_file
+from sglang_dflow.training.data import read_answers, state_rows
+from sglang_dflow.training.prompts import conversation_of
+from sglang_dflow.training.states import StateStore, capture_each, states_dir
+from sglang_dflow.training.target import Target
 
 
 class Sample(NamedTuple):
@@ -24,7 +28,7 @@ class Sample(NamedTuple):
     domain: str
     tokens: torch.Tensor  # [N] int64
     prompt_len: int
-    states: torch.Tensor  # [N - 1, m * H] bf16, a view of the memory-mapped file
+    states: torch.Tensor | None  # [N - 1, m * H] bf16, a view of the mapped shard; None: not stored
 
 
 class Batch(NamedTuple):
@@ -37,39 +41,38 @@ class Batch(NamedTuple):
     indices: list[int]  # where each sequence stands in the data set
 
 
-def load_sequences(paths: Sequence[str | Path], features: int, min_answer: int = 4) -> list[Sample]:
-    """Map answer files (and their states, ``features`` = m * H wide) into sequences."""
+def load_sequences(
+    paths: Sequence[str | Path],
+    features: int,
+    min_answer: int = 4,
+    target_layer_ids: Sequence[int] | None = None,
+) -> list[Sample]:
+    """Map answer files into sequences, with their states (``features`` = m * H wide) where these were stored.
+
+    Answers shorter than ``min_answer`` tokens are left out.
+
+    Raises:
+        ValueError: stored states of another width, of other layers than ``target_layer_ids`` (if given), or of
+            another answer.
+    """
     sequences: list[Sample] = []
     for path in paths:
-        answers = read_answers([path])
-        rows = sum(map(state_rows, answers))
-        actual = states_file(path).stat().st_size
-        if actual < rows * features * 2:
-            raise ValueError(
-                f"{states_file(path)} holds {actual} bytes, expected at least {rows * features * 2} for {rows} rows of "
-                f"{features} bf16 values; were the answers made with other target_layer_ids? Run prepare-data again."
-            )
-        mapped = torch.from_file(str(states_file(path)), shared=False, size=rows * features, dtype=torch.bfloat16)
-        sequences += _split(answers, mapped.view(rows, features), min_answer)
+        store = StateStore(states_dir(path), features, target_layer_ids)
+        for answer in read_answers([path]):
+            if len(answer.answer_ids) >= min_answer:
+                tokens = torch.tensor(answer.prompt_ids + answer.answer_ids)
+                states = store.get(answer.id, state_rows(answer))
+                sequences.append(Sample(answer.id, answer.domain, tokens, len(answer.prompt_ids), states))
     return sequences
 
 
-def _split(answers: Sequence[Answer], states: torch.Tensor, min_answer: int) -> list[Sample]:
-    out, start = [], 0
-    for answer in answers:
-        rows = state_rows(answer)
-        if len(answer.answer_ids) >= min_answer:
-            tokens = torch.tensor(answer.prompt_ids + answer.answer_ids)
-            view = states[start : start + rows]
-            out.append(Sample(answer.id, answer.domain, tokens, len(answer.prompt_ids), view))
-        start += rows
-    return out
-
-
 def split_held_out(sequences: list[Sample], one_in: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out): by a hash of the id, so that a choice survives data that is added later."""
-    held = [s for s in sequences if zlib.crc32(s.id.encode()) % one_in == 0]
-    return [s for s in sequences if zlib.crc32(s.id.encode()) % one_in != 0], held
+    """(training, held-out): by a hash of the conversation's id, so that a choice survives data that is added later,
+    and all turns and samples of one conversation are on the same side."""
+    kept: tuple[list[Sample], list[Sample]] = ([], [])
+    for sample in sequences:
+        kept[zlib.crc32(conversation_of(sample.id).encode()) % one_in == 0].append(sample)
+    return kept
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int, window: int = 16) -> list[list[int]]:
@@ -86,17 +89,36 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
     return batches
 
 
-def collate(sequences: Sequence[Sample], indices: list[int], block_size: int) -> Batch:
-    """Pad the chosen sequences into one batch."""
+def collate(sequences: Sequence[Sample], indices: list[int], block_size: int, target: Target | None = None) -> Batch:
+    """Pad the chosen sequences into one batch.
+
+    Raises:
+        ValueError: a sequence has no stored states and no ``target`` was given to compute them.
+    """
     chosen = [sequences[i] for i in indices]
+    states = _states_of(chosen, target)
     longest = max(len(s.tokens) for s in chosen)
     tokens = torch.zeros(len(chosen), longest + block_size, dtype=torch.int64)
-    captured = torch.zeros(len(chosen), longest - 1, chosen[0].states.shape[-1], dtype=torch.bfloat16)
-    for row, sequence in enumerate(chosen):
+    captured = torch.zeros(len(chosen), longest - 1, states[0].shape[-1], dtype=torch.bfloat16)
+    for row, (sequence, rows) in enumerate(zip(chosen, states)):
         tokens[row, : len(sequence.tokens)] = sequence.tokens
-        captured[row, : len(sequence.states)] = sequence.states
+        captured[row, : len(rows)] = rows
     lengths = torch.tensor([len(s.tokens) for s in chosen])
     return Batch(tokens, lengths, torch.tensor([s.prompt_len for s in chosen]), captured, indices)
+
+
+def _states_of(samples: Sequence[Sample], target: Target | None) -> list[torch.Tensor]:
+    """States [N - 1, m * H] of each sample: stored, or computed."""
+    missing = [row for row, sample in enumerate(samples) if sample.states is None]
+    if missing and target is None:
+        raise ValueError(
+            f"{samples[missing[0]].id!r} has no stored states and there is no target to compute them. Remedy: run "
+            "prepare-data with --states, or pass the target to collate."
+        )
+    computed: dict[int, torch.Tensor] = {}
+    if missing and target is not None:
+        computed = dict(zip(missing, capture_each(target, [samples[row].tokens[:-1].tolist() for row in missing])))
+    return [computed[row] if s.states is None else s.states for row, s in enumerate(samples)]
 
 
 def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> torch.Tensor:

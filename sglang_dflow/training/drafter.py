@@ -1,7 +1,8 @@
-"""The training twin of the host's DFlash draft model, plus the relay.
+"""The training twin of the host's DFlash draft model, plus the relay and the Domino head.
 
 Owns the drafter's parameters (names of the z-lab / SpecForge layout: ``layers.N.self_attn.q_proj.weight`` ..,
-``fc.weight``, ``hidden_norm.weight``, ``norm.weight``, and the relay's), its config.json and its packed forward.
+``fc.weight``, ``hidden_norm.weight``, ``norm.weight``, the relay's and the Domino head's), its config.json and its
+packed forward.
 Follows ``DFlashDraftModel`` of SGLang 0.5.23:
 
 - context K/V of every layer come from ``hidden_norm(fc(captured))`` through that layer's k/v projections alone,
@@ -26,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_dflow.config import RELAY_PREFIXES
 from sglang_dflow.relay.modulation import RelayModulation
+from sglang_dflow.training.domino import DOMINO_PREFIXES, PURE_DRAFT_PREFIX_LEN, DominoHead
 from sglang_dflow.training.target import Target, apply_rope, rope_table
 
 
@@ -51,6 +54,35 @@ class DrafterConfig:
     relay_source: str = "first_rejection"
     relay_hidden_size: int = 0  # 0: a plain DFlash drafter
     relay_activation: str = "silu"
+    relay_stale_token: bool = False
+    projector_type: str | None = None  # "domino": a Domino head, with the three fields below
+    gru_hidden_dim: int = 0
+    emb_dim: int = 0
+    shift_label: bool = False  # row t predicts the token at P + t + 1 instead of the one at P + t
+
+    def __post_init__(self) -> None:
+        """Refuse a head that the host would not build.
+
+        Raises:
+            ValueError: another projector than Domino, or Domino fields that do not belong together.
+        """
+        if self.projector_type not in (None, "domino"):
+            raise ValueError(f"projector_type is {self.projector_type!r}, expected 'domino' or none.")
+        sizes = (self.gru_hidden_dim, self.emb_dim)
+        if self.is_domino and min(sizes) < 1:
+            raise ValueError(
+                f"a Domino drafter has gru_hidden_dim {sizes[0]} and emb_dim {sizes[1]}, expected two positive sizes."
+            )
+        if not self.is_domino and (any(sizes) or self.shift_label):
+            raise ValueError(
+                f"gru_hidden_dim {sizes[0]}, emb_dim {sizes[1]}, shift_label {self.shift_label} without a Domino head; "
+                "expected projector_type 'domino', or none of them: the host reads them for Domino drafters only."
+            )
+
+    @property
+    def is_domino(self) -> bool:
+        """Whether the drafter has a Domino head."""
+        return self.projector_type == "domino"
 
     @classmethod
     def for_target(cls, target: Target, **fields: Any) -> DrafterConfig:
@@ -85,12 +117,22 @@ class DrafterConfig:
                 "target_layer_ids": list(self.target_layer_ids),
             },
         }
+        if self.is_domino:
+            config["dflash_config"] |= {
+                "projector_type": self.projector_type,
+                "gru_hidden_dim": self.gru_hidden_dim,
+                "emb_dim": self.emb_dim,
+                "shift_label": self.shift_label,
+                "pure_draft_prefix_len": PURE_DRAFT_PREFIX_LEN,
+            }
         if relay:
             config["dflow_config"] = {
                 "relay_source": self.relay_source,
                 "relay_hidden_size": self.relay_hidden_size,
                 "relay_activation": self.relay_activation,
             }
+            if self.relay_stale_token:
+                config["dflow_config"]["relay_stale_token"] = True
         return config | {
             "dtype": dtype,
             "head_dim": self.head_dim,
@@ -112,14 +154,20 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> DrafterConfig:
         """Read a config.json written by ``to_json`` (or a checkpoint of the family with the same fields)."""
-        dflash, relay = config["dflash_config"], config.get("dflow_config", {})
-        plain = {f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config}
-        return cls(
-            **plain,
-            mask_token_id=dflash["mask_token_id"],
-            target_layer_ids=tuple(dflash["target_layer_ids"]),
-            **{k: v for k, v in relay.items() if k in ("relay_source", "relay_hidden_size", "relay_activation")},
-        )
+        # The host looks into dflash_config first, then at top level.
+        merged = config | config.get("dflow_config", {}) | config["dflash_config"]
+        fields = {f.name: merged[f.name] for f in dataclasses.fields(cls) if f.name in merged}
+        if merged.get("projector_type") != "domino":
+            fields = {name: value for name, value in fields.items() if name not in _DOMINO_FIELDS}
+        elif merged.get("pure_draft_prefix_len") != PURE_DRAFT_PREFIX_LEN:
+            raise ValueError(
+                f"dflash_config.pure_draft_prefix_len is {merged.get('pure_draft_prefix_len')!r}, expected "
+                f"{PURE_DRAFT_PREFIX_LEN}: neither this trainer nor SGLang 0.5.23 has another Domino head."
+            )
+        return cls(**fields | {"target_layer_ids": tuple(fields["target_layer_ids"])})
+
+
+_DOMINO_FIELDS = ("gru_hidden_dim", "emb_dim", "shift_label")
 
 
 def linear(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -256,7 +304,7 @@ def context_mask(anchors: torch.Tensor, context_rows: int, dtype: torch.dtype) -
 
 
 class Drafter(nn.Module):
-    """DFlash drafter with an optional relay."""
+    """DFlash drafter with an optional relay and an optional Domino head."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -272,6 +320,16 @@ class Drafter(nn.Module):
                 config.relay_hidden_size,
                 activation=config.relay_activation,
                 norm_eps=config.rms_norm_eps,
+                stale_token=config.relay_stale_token,
+            )
+        self.domino: DominoHead | None = None
+        if config.is_domino:
+            self.domino = DominoHead(
+                config.hidden_size,
+                config.gru_hidden_dim,
+                config.emb_dim,
+                config.vocab_size,
+                shift_label=config.shift_label,
             )
         cos, sin = rope_table(
             min(config.max_position_embeddings, 8192), config.head_dim, config.rope_theta, torch.float32
@@ -315,7 +373,9 @@ class Drafter(nn.Module):
 
     def checkpoint_tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Tensors by their checkpoint names."""
-        state = {name.removeprefix("relay."): tensor for name, tensor in self.state_dict().items()}
+        state = {
+            name.removeprefix("relay.").removeprefix("domino."): tensor for name, tensor in self.state_dict().items()
+        }
         return {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in state.items()}
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -339,8 +399,9 @@ class Drafter(nn.Module):
         directory = Path(directory)
         drafter = cls(DrafterConfig.from_json(json.loads((directory / "config.json").read_text())))
         tensors = load_file(directory / "model.safetensors")
+        prefixes = dict.fromkeys(RELAY_PREFIXES, "relay.") | dict.fromkeys(DOMINO_PREFIXES, "domino.")
         state = {
-            (f"relay.{name}" if name.startswith(("relay_norm.", "relay_mlp.")) else name): tensor.float()
+            next((owner for prefix, owner in prefixes.items() if name.startswith(prefix)), "") + name: tensor.float()
             for name, tensor in tensors.items()
         }
         drafter.load_state_dict(state)
@@ -351,8 +412,9 @@ class Drafter(nn.Module):
         """Start layers, norms and ``fc`` from the target's own.
 
         ``fc`` starts by selecting the deepest captured layer, ``hidden_norm`` as the input norm of the layer above
-        it: context keys and values then begin as (nearly) the target's own. The target has no q/k norms, which
-        bound an attention logit by ``sqrt(D) * g_q * g_k``; gains of 1.5 keep enough range for peaked heads.
+        it: context keys and values then begin as (nearly) the target's own. Where the target has no q/k norms, which
+        bound an attention logit by ``sqrt(D) * g_q * g_k``, gains of 1.5 keep enough range for peaked heads. Biases of
+        the target's attention are left out: the family has none.
         """
         hidden, config = self.config.hidden_size, self.config
         for layer, index in zip(self.layers, source_layers, strict=True):
@@ -368,8 +430,8 @@ class Drafter(nn.Module):
             ]  # fmt: skip
             for module, value in pairs:
                 module.weight.copy_(value)
-            attention.q_norm.weight.fill_(1.5)
-            attention.k_norm.weight.fill_(1.5)
+            for norm, own in ((attention.q_norm, weights.q_norm), (attention.k_norm, weights.k_norm)):
+                norm.weight.fill_(1.5) if own is None else norm.weight.copy_(own)
         self.norm.weight.copy_(target.final_norm)
         deepest = max(range(len(config.target_layer_ids)), key=lambda i: config.target_layer_ids[i])
         self.fc.weight.zero_()

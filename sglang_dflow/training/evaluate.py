@@ -1,272 +1,318 @@
-"""Offline acceptance: greedy speculation replayed exactly, in plain torch.
+"""``sglang-dflow acceptance``: tau of a drafter per prompt set, with and without relay, in process or served.
 
-Greedy speculation commits the target's own text whatever is drafted. So the text is made once, and a replay walks
-over it: draft at the anchor, count the drafts equal to the text, move the anchor. tau is committed tokens per
-verification, the bonus included. Without the relay a replay needs no target at all; with it, the target verifies
-every block for the states of the rejected rows.
-
-Answers that fall into loops are cut (data.py): a loop would inflate tau.
+Owns the command: arguments, the table and the JSON line. In process, the target answers each prompt once (answers.py)
+and the drafter is replayed over the answers (replay.py); ``--server`` asks a running server instead (served.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
-from sglang_dflow.relay.alignment import RelayRule, RelaySource, relay_rows
-from sglang_dflow.training.data import Prompt, answer_prompts, chat_ids, read_turns
-from sglang_dflow.training.dataset import Batch, Sample, collate, load_sequences
+from sglang_dflow.checkpoint_files import locate
+from sglang_dflow.prompts import Prompt
+from sglang_dflow.training.acceptance import Acceptance, ArmSummary, Interval, RatioSummary, Summary, summarise
+from sglang_dflow.training.answers import fingerprint, target_answers
+from sglang_dflow.training.dataset import Sample
 from sglang_dflow.training.drafter import Drafter
-from sglang_dflow.training.rollout import Relayed, accepted, propose, relay_embeds
-from sglang_dflow.training.target import Attend, Target, TargetShape
+from sglang_dflow.training.prompt_sets import PUBLIC_SETS, load_prompts
+from sglang_dflow.training.replay import replay
+from sglang_dflow.training.served import ServedDrafter
+from sglang_dflow.training.target import Target
+
+__all__ = ["Acceptance", "main", "replay"]
 
 
-class Acceptance(NamedTuple):
-    """Outcome of a replay."""
-
-    tau: float  # committed tokens per verification, over all rounds
-    rounds: int
-    by_depth: list[float]  # share of rounds that accepted at least t drafts, t = 1..B-1
-    per_sample: list[float]  # tau of every conversation
-    per_sample_rounds: list[int]
-    relayed_rounds: float  # share of rounds with at least one relayed row
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
-class _TargetContext(NamedTuple):
-    """The target's own K/V of the trajectories, [S, Hkv, T, D] per layer."""
+class Arms(Protocol):
+    """Something that measures a set of prompts with the relay on or off."""
 
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    has_relay: bool
 
+    def measure(self, name: str, prompts: Sequence[Prompt], relay: bool) -> Acceptance:
+        """Speculate over the answers to the prompts of one set."""
+        ...
 
-def _groups(shape: TargetShape) -> int:
-    return shape.num_heads // shape.num_kv_heads
+    def describe(self) -> dict[str, Any]:
+        """What was measured, for the JSON line."""
+        ...
 
-
-def _grouped_attention(
-    shape: TargetShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
-    """q [S, Q, Hq, D], k and v [S, Hkv, K, D], bias [S, 1, groups * Q, K] -> [S, Q, Hq D]."""
-    rows = q.shape[1]
-    q = q.unflatten(2, (shape.num_kv_heads, _groups(shape))).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return out.unflatten(2, (_groups(shape), rows)).permute(0, 3, 1, 2, 4).flatten(2)
+    def session(self) -> AbstractContextManager[None]:
+        """A context around all measurements."""
+        ...
 
 
-@torch.no_grad()
-def _target_context(target: Target, batch: Batch) -> _TargetContext:
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    shape, rows = target.shape, batch.captured.shape[1]
-    causal = torch.zeros(rows, rows, dtype=target.dtype)
-    causal.masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf"))
-    bias = causal.repeat(_groups(shape), 1)[None, None]
+class InProcess:
+    """A drafter directory, replayed over the target's answers."""
 
-    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        keys.append(k)
-        values.append(v)
-        return _grouped_attention(shape, q, k, v, bias)
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
 
-    target.forward(batch.tokens[:, :rows], torch.arange(rows).expand(len(batch.tokens), -1), attend)
-    return _TargetContext(keys, values)
+        self.args = args
+        torch.set_default_device(args.device)  # of everything that is created from here on
+        self.drafter = Drafter.load(locate(args.drafter))
+        self.has_relay = self.drafter.relay is not None
+        path = locate(args.target)
+        self.target = Target.load(path, getattr(torch, args.dtype), self.drafter.config.target_layer_ids)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.cache = args.cache / f"{fingerprint(path)}-{args.dtype}"
+        self.samples: dict[str, list[Sample]] = {}
 
+    def measure(self, name: str, prompts: Sequence[Prompt], relay: bool) -> Acceptance:
+        """Replay over the set's answers, which are made at the first call."""
+        args = self.args
+        if name not in self.samples:
+            kind = "greedy" if args.temperature == 0 else f"T{args.temperature:g}-seed{args.seed}"
+            self.samples[name] = target_answers(
+                self.target,
+                [(prompt.id, prompt.token_ids(self.tokenizer)) for prompt in prompts],
+                self.cache / f"{name}-{kind}-{args.max_new_tokens}.jsonl",
+                temperature=args.temperature,
+                seed=args.seed,
+                max_new_tokens=args.max_new_tokens,
+                log=_log,
+            )
+        return replay(self.drafter, self.target, self.samples[name], relay, args.batch_size)
 
-def _verify_attend(shape: TargetShape, context: _TargetContext, rows: torch.Tensor, bias: torch.Tensor) -> Attend:
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        key = torch.cat([context.keys[layer][rows], k.transpose(1, 2)], dim=2)
-        value = torch.cat([context.values[layer][rows], v.transpose(1, 2)], dim=2)
-        return _grouped_attention(shape, q, key, value, bias)
+    def describe(self) -> dict[str, Any]:
+        """Paths and type."""
+        return {
+            "mode": "in process",
+            "target": self.args.target,
+            "drafter": self.args.drafter,
+            "dtype": self.args.dtype,
+        }
 
-    return attend
-
-
-@torch.no_grad()
-def _verify(
-    target: Target, context: _TargetContext, rows: torch.Tensor, anchors: torch.Tensor, blocks: torch.Tensor
-) -> torch.Tensor:
-    """Captured states [S', B, m * H] of blocks [S', B] at anchors [S'], behind the trajectories ``rows``."""
-    length, block = context.keys[0].shape[2], blocks.shape[1]
-    before = (torch.arange(length) < anchors[:, None])[:, None].expand(-1, block, -1)  # [S', B, T]
-    own = torch.ones(block, block, dtype=torch.bool).tril().expand(len(rows), -1, -1)
-    visible = torch.cat([before, own], dim=-1)
-    bias = torch.zeros(visible.shape, dtype=target.dtype).masked_fill_(~visible, float("-inf"))
-    bias = bias.repeat(1, _groups(target.shape), 1)[:, None]
-    positions = anchors[:, None] + torch.arange(block)
-    captured = target.forward(
-        blocks, positions, _verify_attend(target.shape, context, rows, bias), capture=True
-    ).captured
-    assert captured is not None
-    return captured
-
-
-class _Carry:
-    """What the relay keeps of each conversation between two rounds."""
-
-    def __init__(self, count: int, block: int, features: int, dtype: torch.dtype) -> None:
-        self.next_prefix_len = torch.full((count, 1), -1)
-        self.accept_len = torch.zeros(count, 1, dtype=torch.int64)
-        self.rejected = torch.zeros(count, dtype=torch.int64)
-        self.states = torch.zeros(count, block, features, dtype=dtype)
-
-    def relayed(self, rows: torch.Tensor, anchors: torch.Tensor, bonus: torch.Tensor, rule: RelayRule) -> Relayed:
-        """The relay for blocks at ``anchors`` [S'] of the conversations ``rows``, as [S', 1, ..]."""
-        block = self.states.shape[1]
-        source, mask = relay_rows(
-            anchors[:, None] + torch.arange(block), self.next_prefix_len[rows], self.accept_len[rows],
-            block_size=block, rule=rule,
-        )  # fmt: skip
-        states = self.states[rows].gather(1, source[..., None].expand(-1, -1, self.states.shape[-1]))
-        fields = (anchors, bonus, self.rejected[rows], states, mask)
-        return Relayed(*(field[:, None] for field in fields))
+    def session(self) -> AbstractContextManager[None]:
+        """Nothing to restore."""
+        return nullcontext()
 
 
-@torch.no_grad()
-def replay(
-    drafter: Drafter,
-    target: Target,
-    samples: Sequence[Sample],
-    relay: bool = False,
-    batch_size: int = 32,
-) -> Acceptance:
-    """Replay greedy speculation over the samples' answers, all conversations of a batch in lockstep."""
-    if relay and drafter.relay is None:
-        raise ValueError("this drafter has no relay (relay_hidden_size 0); expected a DFlow drafter: convert it first.")
-    # The weights as they are served, and cast once instead of once a round.
-    drafter = copy.deepcopy(drafter).to(target.dtype)
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
-    accepts: list[list[int]] = [[] for _ in samples]
-    commits = [0] * len(samples)
-    relayed_rounds = 0
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        relayed_rounds += _replay_batch(drafter, target, samples, indices, relay, accepts, commits)
-    flat = torch.tensor([a for sample in accepts for a in sample])
-    depth = [float((flat >= t).float().mean()) for t in range(1, drafter.config.block_size)]
-    per_sample = [commits[i] / len(accepts[i]) for i in range(len(samples)) if accepts[i]]
-    rounds = [len(sample) for sample in accepts if sample]
-    return Acceptance(sum(commits) / len(flat), len(flat), depth, per_sample, rounds, relayed_rounds / len(flat))
+class OverServer:
+    """The drafter of a running server."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from transformers import AutoTokenizer
+
+        self.args = args
+        self.served = ServedDrafter(args.server)
+        self.has_relay = self.served.has_relay
+        self.tokenizer = AutoTokenizer.from_pretrained(args.target or self.served.info["tokenizer_path"])
+
+    def measure(self, name: str, prompts: Sequence[Prompt], relay: bool) -> Acceptance:
+        """Send the prompts to the server."""
+        arm, last = f"{name} {_arm(relay)}", time.monotonic()
+
+        def progress(done: int) -> None:
+            nonlocal last
+            if time.monotonic() - last > 5 or done == len(prompts):
+                last = time.monotonic()
+                _log(f"acceptance: {arm}, {done}/{len(prompts)} answers")
+
+        return self.served.measure(
+            [(prompt.id, prompt.token_ids(self.tokenizer)) for prompt in prompts],
+            relay=relay,
+            temperature=self.args.temperature,
+            max_new_tokens=self.args.max_new_tokens,
+            concurrency=self.args.concurrency,
+            progress=progress,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What the server says of itself."""
+        info = self.served.info
+        return {
+            "mode": "server",
+            "server": self.args.server,
+            "target": info.get("model_path"),
+            "drafter": info.get("speculative_draft_model_path"),
+            "algorithm": self.served.algorithm,
+            "dtype": info.get("dtype"),
+            "concurrency": self.args.concurrency,
+        }
+
+    def session(self) -> AbstractContextManager[None]:
+        """The relay's switch is left as it was."""
+        return self.served.relay_restored()
 
 
-def _replay_batch(
-    drafter: Drafter,
-    target: Target,
-    samples: Sequence[Sample],
-    indices: list[int],
-    relay: bool,
-    accepts: list[list[int]],
-    commits: list[int],
-) -> int:
-    block = drafter.config.block_size
-    rule = RelayRule.of(RelaySource(drafter.config.relay_source), shift_label=False)
-    batch = collate(samples, indices, block)
-    context = drafter.context(batch.captured.to(target.dtype))
-    target_context = _target_context(target, batch) if relay else None
-    carry = _Carry(len(indices), block, batch.captured.shape[-1], batch.captured.dtype) if relay else None
-    anchors, relayed_rounds, part = batch.prompt_lens.clone(), 0, context  # [S]
-    while True:
-        rows = torch.nonzero(anchors < batch.lengths - 1).flatten()  # conversations that still run
-        if not len(rows):
-            return relayed_rounds
-        at = anchors[rows]
-        anchor_ids = batch.tokens[rows, at]
-        embeds = drafter.plain_embeds(target, anchor_ids[:, None], target.dtype)  # [S', 1, B, H]
-        if carry is not None:
-            relayed = carry.relayed(rows, at, anchor_ids, rule)
-            relayed_rounds += int(relayed.mask.any(-1).sum())
-            embeds = relay_embeds(drafter, target, embeds, relayed)
-        if len(rows) != len(part.kv[0].key):  # conversations only ever leave: same number, same rows
-            part = context._replace(kv=[type(kv)(kv.key[rows], kv.value[rows]) for kv in context.kv])
-        drafts = propose(drafter, target, embeds, at[:, None], part)[:, 0]  # [S', B - 1]
-        blocks = torch.cat([anchor_ids[:, None], drafts], dim=1)
-        positions = at[:, None] + torch.arange(block)
-        valid = positions < batch.lengths[rows, None]
-        labels = batch.tokens[rows].gather(1, positions.clamp_max(batch.tokens.shape[1] - 1))
-        accept_len = accepted(blocks, labels, valid)  # [S']
-        for row, a, left in zip(rows.tolist(), accept_len.tolist(), (batch.lengths[rows] - 1 - at).tolist()):
-            accepts[indices[row]].append(a)
-            commits[indices[row]] += min(a + 1, left)  # the last round's bonus may lie behind the end
-        if carry is not None and target_context is not None:
-            carry.states[rows] = _verify(target, target_context, rows, at, blocks).to(carry.states.dtype)
-            carry.next_prefix_len[rows, 0] = at + accept_len + 1
-            carry.accept_len[rows, 0] = accept_len
-            carry.rejected[rows] = blocks.gather(1, (accept_len[:, None] + 1).clamp_max(block - 1))[:, 0]
-        anchors[rows] = at + accept_len + 1
+# --- output ----------------------------------------------------------------------------------------------
 
 
-# --- prompt sets -----------------------------------------------------------------------------------------
+def _arm(relay: bool) -> str:
+    return "relay_on" if relay else "relay_off"
 
 
-def prompt_set_samples(
-    target: Target, tokenizer: Any, path: Path, cache: Path, limit: int, max_new_tokens: int, log: Any
-) -> list[Sample]:
-    """The target's greedy answers to the first turns of a prompt file, cached in ``cache``."""
-    cache.mkdir(parents=True, exist_ok=True)
-    prompts = [
-        Prompt(name, path.stem, chat_ids(tokenizer, [{"role": "user", "content": turns[0]}]))
-        for name, turns in read_turns(path)[:limit]
-    ]
-    answers = cache / f"{path.stem}-{limit}-{max_new_tokens}.jsonl"
-    answer_prompts(target, prompts, answers, max_new_tokens, 64, float("inf"), log)
-    return load_sequences([answers], target.shape.hidden_size * len(target.target_layer_ids))
+HEADER = (
+    f"{'set':<12} {'relay':<5} {'T':>4} {'tau':>6} {'95 % interval':>15} {'n':>5} {'rounds':>7} {'hits':>5}  "
+    "share of rounds that accepted at least 1..B-1 drafts"
+)
 
 
-def describe(name: str, result: Acceptance) -> str:
-    """One table row."""
-    spread = torch.tensor(result.per_sample)
-    error = float(spread.std() / len(spread) ** 0.5) if len(spread) > 1 else 0.0
-    depth = " ".join(f"{share:.2f}" for share in result.by_depth)
-    return f"{name:24s} {result.tau:6.3f}  ±{error:.3f}  {len(spread):4d} {result.rounds:7d}  {depth}"
+def _row(name: str, arm: str, temperature: float, summary: ArmSummary, measured: Sequence[Acceptance]) -> str:
+    n = sum(len(one.outcomes) for one in measured)
+    rows = sum(one.mask_rows for one in measured)
+    hits = f"{sum(one.relayed_rows for one in measured) / rows:.2f}" if rows and arm == "relay_on" else "-"
+    depths = [one.by_depth for one in measured]
+    known = [depth for depth in depths if depth is not None]
+    mean = [sum(column) / len(known) for column in zip(*known)] if len(known) == len(depths) else []
+    return (
+        f"{name:<12} {arm.removeprefix('relay_'):<5} {temperature:>4g} {summary.tau:>6.3f} "
+        f"{_span(summary.interval):>15} {n:>5} {sum(one.rounds for one in measured):>7} {hits:>5}  "
+        f"{' '.join(f'{share:.2f}' for share in mean) or 'not told'}"
+    )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """``sglang-dflow acceptance``: tau per prompt set, relay on and off, then one JSON line."""
+def _span(interval: Interval) -> str:
+    return f"{interval.low:.3f}..{interval.high:.3f}"
+
+
+def _ratio_line(name: str, ratio: RatioSummary) -> str:
+    return f"{name:<12} relay on / off: {ratio.ratio:.4f}, 95 % interval {_span(ratio.interval)} (paired)"
+
+
+def _record(summary: Summary, measured: dict[str, Acceptance] | None) -> dict[str, Any]:
+    """JSON of one set (or, without measurements, of the mean)."""
+    record: dict[str, Any] = {}
+    for arm, of_arm in summary.arms.items():
+        record[arm] = {"tau": round(of_arm.tau, 4), "interval": [round(end, 4) for end in of_arm.interval]}
+        if measured is not None:
+            one = measured[arm]
+            record[arm] |= {
+                "n": len(one.outcomes),
+                "rounds": one.rounds,
+                "tokens": sum(outcome.tokens for outcome in one.outcomes if outcome.rounds),
+                "hit_rate": round(one.hit_rate, 4),
+                "by_depth": None if one.by_depth is None else [round(share, 4) for share in one.by_depth],
+            }
+    if summary.ratio is not None:
+        record["ratio"] = round(summary.ratio.ratio, 4)
+        record["ratio_interval"] = [round(end, 4) for end in summary.ratio.interval]
+    return record
+
+
+def _git_sha() -> str | None:
+    """The commit that this file belongs to; None outside a checkout."""
+    here = Path(__file__)
+    argv = ["git", "-C", str(here.parent), "log", "-1", "--format=%H", "HEAD", "--", here.name]
+    tracked = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
+    if not tracked:  # an installed copy inside somebody else's checkout
+        return None
+    run = subprocess.run([*argv[:3], "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return run.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "transformers", "sglang", "sglang-dflow")}
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-dflow acceptance", description=main.__doc__)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help='JSON lines {"id", "turns"}')
-    parser.add_argument("--limit", type=int, default=40, help="prompts per set")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--target", help="directory or hub id; with --server: where the tokenizer is, if not there")
+    parser.add_argument("--drafter", help="directory or hub id, measured in process")
+    parser.add_argument("--server", metavar="URL", help="a running server with speculation, instead of --drafter")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, metavar="SET",
+        help=f'files of JSON lines {{"id", "turns"}}, or names: {", ".join(PUBLIC_SETS)}',
+    )  # fmt: skip
+    parser.add_argument("--limit", type=_positive, default=40, help="prompts per set (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="per answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default); no top-k, no top-p")
+    parser.add_argument("--relay", choices=["on", "off", "both"], default="both", help="arms (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampled answers and of the bootstrap")
+    parser.add_argument("--concurrency", type=_positive, default=8, help="requests at a time, with --server")
+    parser.add_argument("--batch-size", type=_positive, default=32, help="conversations in lockstep, in process")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="in process")
     parser.add_argument("--cache", type=Path, default=Path("runs/eval"), help="where the target's answers are kept")
-    parser.add_argument("--relay", choices=["on", "off", "both"], default="both")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="in process")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads, in process (default: torch's choice)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """tau per prompt set (committed tokens per verification, bonus included), with 95 % bootstrap intervals over
+    prompts: a table, then one JSON line."""
+    parser = _parser()
     args = parser.parse_args(argv)
+    if (args.server is None) == (args.drafter is None) or (args.drafter is not None and args.target is None):
+        parser.error("give either --target and --drafter, or --server")
+    if args.temperature < 0:
+        parser.error(f"--temperature is {args.temperature}, expected 0 or more")
     if args.threads:
         torch.set_num_threads(args.threads)
-    from transformers import AutoTokenizer
+    command = shlex.join(["sglang-dflow", "acceptance", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        return _run(args, command)
+    except (ValueError, RuntimeError, OSError) as error:  # OSError: files, and the server's connection
+        _log(f"sglang-dflow acceptance: {error}")
+        return 1
 
-    def log(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
-    drafter = Drafter.load(args.drafter)
-    target = Target.load(args.target, torch.bfloat16, drafter.config.target_layer_ids)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    arms = {"on": [True], "off": [False], "both": [False, True]}[args.relay]
-    arms = [relay for relay in arms if not relay or drafter.relay is not None]
-    record: dict[str, Any] = {"drafter": str(args.drafter), "limit": args.limit, "max_new_tokens": args.max_new_tokens}
-    print(f"{'set':24s} {'tau':>6s}  {'s.e.':>6s} {'n':>4s} {'rounds':>7s}  accepted at least 1..B-1 drafts")
-    for path in args.prompts:
-        samples = prompt_set_samples(target, tokenizer, path, args.cache, args.limit, args.max_new_tokens, log)
-        for relay in arms:
-            started = time.monotonic()
-            result = replay(drafter, target, samples, relay)
-            name = f"relay_{'on' if relay else 'off'}"
-            print(describe(f"{path.stem} {name}", result), flush=True)
-            record.setdefault(name, {})[path.stem] = round(result.tau, 4)
-            log(f"acceptance: {path.stem} {name} took {time.monotonic() - started:.0f} s")
-    for name in ("relay_off", "relay_on"):
-        if name in record:
-            record[f"mean_{name}"] = round(sum(record[name].values()) / len(record[name]), 4)
-    print(json.dumps(record))
+def _run(args: argparse.Namespace, command: str) -> int:
+    sets = dict(load_prompts(source, args.limit) for source in args.prompts)
+    if len(sets) < len(args.prompts):
+        raise ValueError(f"--prompts names {len(args.prompts)} sets, but their names repeat: {sorted(sets)}.")
+    arms: Arms = InProcess(args) if args.server is None else OverServer(args)
+    relays = {"on": [True], "off": [False], "both": [False, True]}[args.relay]
+    if not arms.has_relay:
+        if args.relay == "on":
+            raise ValueError("--relay on, but this drafter has no relay; expected a DFlow drafter: convert it first.")
+        relays = [False]
+    measured: dict[str, dict[str, Acceptance]] = {}
+    with arms.session():
+        for name, prompts in sets.items():
+            for relay in relays:
+                began = time.monotonic()
+                measured.setdefault(name, {})[_arm(relay)] = one = arms.measure(name, prompts, relay)
+                seconds = time.monotonic() - began
+                _log(f"acceptance: {name} {_arm(relay)} tau {one.tau:.3f}, {one.rounds} rounds, {seconds:.0f} s")
+    by_set, mean = summarise(measured, args.seed)
+    print(HEADER)
+    for name, summary in by_set.items():
+        for arm, of_arm in summary.arms.items():
+            print(_row(name, arm, args.temperature, of_arm, [measured[name][arm]]))
+    for arm, of_arm in mean.arms.items():
+        print(_row("mean", arm, args.temperature, of_arm, [of_set[arm] for of_set in measured.values()]))
+    for name, summary in [*by_set.items(), ("mean", mean)]:
+        if summary.ratio is not None:
+            print(_ratio_line(name, summary.ratio))
+    record = {
+        **arms.describe(),
+        "temperature": args.temperature,
+        "sets": {name: _record(summary, measured[name]) for name, summary in by_set.items()},
+        "mean": _record(mean, None),
+        "limit": args.limit,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "versions": _versions(),
+        "git_sha": _git_sha(),
+        "command": command,
+    }
+    print(json.dumps(record), flush=True)
     return 0
 
 

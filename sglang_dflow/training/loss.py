@@ -134,6 +134,101 @@ def block_loss(
     return BlockLoss(loss, correct.view(count, block - 1), valid[:, 1:])
 
 
+class CorrectedCrossEntropy(NamedTuple):
+    """Result of ``corrected_cross_entropy``."""
+
+    loss: torch.Tensor  # scalar
+    corrected: torch.Tensor  # scalar, without gradient
+    base: torch.Tensor  # scalar, without gradient
+    correct: torch.Tensor  # [R] bool, corrected top-1 right
+    base_correct: torch.Tensor  # [R] bool
+
+
+def _cross_entropy_gradient(
+    logits: torch.Tensor,  # [R, V'] float32, overwritten
+    labels: torch.Tensor,  # [R]
+    weights: torch.Tensor,  # [R]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [R] and ``w_r * (softmax(logits_r) - onehot(label_r))`` [R, V'] in the logits' memory."""
+    label = labels[:, None]
+    picked = logits.gather(-1, label)  # [R, 1]
+    top = logits.amax(-1, keepdim=True)
+    probs = logits.sub_(top).exp_()
+    total = probs.sum(-1, keepdim=True)
+    losses = (total.log() + top - picked)[:, 0]
+    probs.mul_(weights[:, None] / total)
+    return losses, probs.scatter_add_(-1, label, -weights[:, None])
+
+
+class _CorrectedCrossEntropy(torch.autograd.Function):
+    """Cross entropy of base and corrected logits; gradients to hidden, correction and output made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # [R, H]
+        correction: torch.Tensor,  # [R, E]
+        output: torch.Tensor,  # [V', E]
+        head: torch.Tensor,  # [V', H]
+        bias: torch.Tensor,  # [V']
+        labels: torch.Tensor,  # [R] rows of head
+        weights: torch.Tensor,  # [R]
+        base_weight: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, ...]:
+        count = hidden.shape[0]
+        losses = torch.empty(2, count, device=hidden.device)  # corrected, base
+        correct = torch.empty(2, count, dtype=torch.bool, device=hidden.device)
+        d_hidden, d_correction = torch.empty_like(hidden), torch.empty_like(correction)
+        d_output = torch.zeros(output.shape, device=output.device)  # float32: summed over chunks
+        for start in range(0, count, chunk):
+            rows = slice(start, start + chunk)
+            base = F.linear(hidden[rows], head).float()  # [chunk, V']
+            final = F.linear(correction[rows], output).float().add_(base)
+            for index, logits in enumerate((final, base)):
+                # Top-1 without the negatives' correction: it is what greedy drafting would propose.
+                correct[index, rows] = logits.argmax(-1) == labels[rows]
+                logits += bias
+            losses[0, rows], d_final = _cross_entropy_gradient(final, labels[rows], weights[rows] * (1 - base_weight))
+            losses[1, rows], d_base = _cross_entropy_gradient(base, labels[rows], weights[rows] * base_weight)
+            d_hidden[rows] = d_base.add_(d_final).to(hidden.dtype) @ head
+            d_final = d_final.to(output.dtype)
+            d_correction[rows] = d_final @ output
+            d_output += d_final.T @ correction[rows]
+        ctx.save_for_backward(d_hidden, d_correction, d_output.to(output.dtype))
+        corrected, plain = (losses * weights).sum(-1).unbind()
+        reports = (corrected, plain, *correct.unbind())
+        ctx.mark_non_differentiable(*reports)
+        return (1 - base_weight) * corrected + base_weight * plain, *reports
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_unused: torch.Tensor) -> Any:
+        gradients = (gradient * grad_loss.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return *gradients, None, None, None, None, None, None
+
+
+def corrected_cross_entropy(
+    hidden: torch.Tensor,  # [R, H]
+    correction: torch.Tensor,  # [R, E]
+    output: torch.Tensor,  # [V', E] trained
+    vocabulary: Vocabulary,
+    labels: torch.Tensor,  # [R] rows of the vocabulary
+    weights: torch.Tensor,  # [R] they sum to 1 for a mean
+    base_weight: float,
+    chunk: int = 256,
+) -> CorrectedCrossEntropy:
+    """``sum_r w_r * ((1 - base_weight) * CE(base_r + correction_r @ output.T) + base_weight * CE(base_r))``.
+
+    ``base_r = hidden_r @ head.T``; the vocabulary's bias is added to both. The low-rank twin of the frozen head's cross
+    entropy: base logits are computed once for both terms, and one product carries both gradients to ``hidden``.
+    """
+    return CorrectedCrossEntropy(
+        *_CorrectedCrossEntropy.apply(
+            hidden, correction, output, vocabulary.head, vocabulary.bias, labels, weights, base_weight, chunk
+        )
+    )
+
+
 def tau_estimate(correct: torch.Tensor, valid: torch.Tensor) -> float:
     """Mean accepted drafts plus the bonus, over blocks [N, B - 1] drafted from random anchors."""
     return 1.0 + float((correct & valid).long().cumprod(-1).sum(-1).float().mean())

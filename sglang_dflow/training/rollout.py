@@ -1,12 +1,14 @@
 """Rollouts: a drafter's own proposals, judged by the frozen target, with the states of every proposed row.
 
-Owns the packed verification: one target forward per sequence over the context rows and all blocks at once; block
-rows see the context strictly before their anchor and, causally, their own block. The boundary is the first mismatch
-with the trajectory, which is the target's own greedy text. Used by training (relayed rows of the next round) and,
-by the same function, by tests.
+Owns the packed verification (one target forward per sequence and round over the context rows and all blocks at once;
+block rows see the context strictly before their anchor and, causally, their own block) and the chain of rounds: the
+first mismatch with the trajectory, which is the target's own text, fixes the next anchor, and the next round drafts
+from it with the relayed states of the actual proposals. Used by training, by evaluation and by tests.
 
-Rollouts are made once per refresh and kept in memory (B * m * H bf16 values a block), since a target pass costs
-several drafter steps: relayed states are those of the drafter that made them, up to one refresh old.
+Rollouts are made once per refresh and read from memory-mapped files (B * m * H bf16 values a block), since a target
+pass costs several drafter steps: relayed states are those of the drafter that made them, up to one refresh old.
+
+Dimensions: S sequences, A blocks per sequence, B block size, m captured layers, H hidden.
 """
 
 from __future__ import annotations
@@ -18,18 +20,20 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dflow.relay.alignment import RelayRule, relay_rows
-from sglang_dflow.training.dataset import Batch, Sample, collate, sample_anchors
-from sglang_dflow.training.drafter import Context, ContextKV, Drafter
+from sglang_dflow.training.dataset import Sample, collate, labels_at, sample_anchors
+from sglang_dflow.training.drafter import Context, Drafter
+from sglang_dflow.training.loss import full_vocabulary
 from sglang_dflow.training.target import Attend, Target, TargetShape
 
 
-class Rollout(NamedTuple):
-    """Round 0 of one sequence at A anchors."""
+class Verified(NamedTuple):
+    """Blocks that went through the target."""
 
     anchors: torch.Tensor  # [A] P
     proposals: torch.Tensor  # [A, B] row 0 the anchor token, rows 1.. the drafter's greedy proposals
     accept_len: torch.Tensor  # [A] a
     states: torch.Tensor  # [A, B, m * H] captured states of the proposed rows
+    stale: torch.Tensor  # [A, B] the target's own top-1 token at every proposed row; zeros where not asked for
 
 
 class Relayed(NamedTuple):
@@ -39,6 +43,7 @@ class Relayed(NamedTuple):
     bonus: torch.Tensor  # [.., A] token at P'
     rejected: torch.Tensor  # [.., A] d_{a+1}
     states: torch.Tensor  # [.., A, B, m * H] states moved to the rows of the next block
+    stale: torch.Tensor  # [.., A, B] the target's top-1 token at each source row
     mask: torch.Tensor  # [.., A, B] rows that take a relay
 
 
@@ -78,64 +83,136 @@ def verification_mask(anchors: torch.Tensor, context_rows: int, block_size: int)
     return visible
 
 
+class PackedStates(NamedTuple):
+    """What one packed verification tells of every proposed row."""
+
+    captured: torch.Tensor  # [A, B, m * H]
+    top1: torch.Tensor  # [A, B] the target's own next token; zeros unless asked for
+
+
 @torch.no_grad()
 def verify_packed(
     target: Target,
     tokens: torch.Tensor,  # [N] the trajectory
     anchors: torch.Tensor,  # [A]
     proposals: torch.Tensor,  # [A, B]
-) -> torch.Tensor:
-    """Captured states [A, B, m * H] of all proposed rows, from one target forward."""
+    with_top1: bool = False,
+) -> PackedStates:
+    """Captured states of all proposed rows, from one target forward; the head is run only for ``with_top1``."""
     count, block = proposals.shape
     context = int(anchors.max())  # rows at or behind the last anchor are seen by nobody
     visible = verification_mask(anchors, context, block)
     bias = torch.zeros(visible.shape, dtype=target.dtype).masked_fill_(~visible, float("-inf"))
     ids = torch.cat([tokens[:context], proposals.flatten()])[None]
     positions = torch.cat([torch.arange(context), (anchors[:, None] + torch.arange(block)).flatten()])[None]
-    captured = target.forward(ids, positions, packed_attend(target.shape, bias), capture=True).captured
+    hidden, captured = target.forward(ids, positions, packed_attend(target.shape, bias), capture=True)
     assert captured is not None
-    return captured[0, context:].view(count, block, -1)
+    top1 = torch.zeros_like(proposals)
+    if with_top1:
+        top1 = greedy_tokens(target, hidden[0, context:]).view(count, block)
+    return PackedStates(captured[0, context:].view(count, block, -1), top1)
 
 
 @torch.no_grad()
-def propose(
-    drafter: Drafter, target: Target, embeds: torch.Tensor, anchors: torch.Tensor, context: Context
-) -> torch.Tensor:
-    """Greedy proposals [S, A, B - 1] for blocks with the given input rows [S, A, B, H]."""
-    hidden = drafter(embeds, anchors, context)[:, :, 1:]
+def greedy_tokens(target: Target, hidden: torch.Tensor) -> torch.Tensor:
+    """Top-1 tokens [..] under the target's head for hidden states [.., H], a few rows of logits at a time."""
     # Two-dimensional rows: a strided 4-d input makes torch multiply block by block, each reading the whole head.
     rows = hidden.reshape(-1, hidden.shape[-1]).to(target.dtype)
     return torch.cat([target.logits(part).argmax(-1) for part in rows.split(128)]).view(hidden.shape[:-1])
 
 
-def make_rollout(drafter: Drafter, target: Target, sample: Sample, count: int, generator: torch.Generator) -> Rollout:
-    """Draft and verify ``count`` blocks of one sequence."""
+@torch.no_grad()
+def propose(
+    drafter: Drafter,
+    target: Target,
+    embeds: torch.Tensor,  # [S, A, B, H] input rows
+    anchors: torch.Tensor,  # [S, A]
+    context: Context,
+    anchor_ids: torch.Tensor,  # [S, A]
+    truth: torch.Tensor | None = None,  # [S, A, B] trajectory tokens: a Domino head is teacher-forced with them
+) -> torch.Tensor:
+    """Greedy proposals [S, A, B - 1] of a block, over the full vocabulary."""
+    hidden = drafter(embeds, anchors, context)
+    head = drafter.domino
+    if head is None:
+        return greedy_tokens(target, hidden[:, :, 1:])
+    rows, vocabulary = hidden.flatten(0, 1), full_vocabulary(target.head)
+    if truth is None:
+        drafts = head.rollout(rows, anchor_ids.flatten(), target.embedding, vocabulary)
+    else:
+        drafts = head.teacher_forced(rows, truth.flatten(0, 1), target.embedding, vocabulary)
+    return drafts.view(*anchors.shape, -1)
+
+
+def make_rollout(
+    drafter: Drafter,
+    target: Target,
+    sample: Sample,
+    count: int,
+    rounds: int,
+    rule: RelayRule,
+    generator: torch.Generator,
+    relay: bool = True,
+    teacher_forced: bool = False,
+) -> list[Relayed]:
+    """Draft and verify ``count`` blocks of one sequence and follow each for ``rounds`` rounds.
+
+    Item r of the result is what round r + 1 drafts from. Blocks whose round leaves no next anchor or no relayed row
+    drop out, so later items may be shorter; the list ends early when none is left. ``relay=False`` drafts every round
+    from plain masks (self-conditioning). ``teacher_forced`` lets a Domino head read the trajectory instead of its own
+    proposals, which is what its loss does and what serving never does: the paper's ablation without online rollout.
+    """
     block = drafter.config.block_size
-    batch = collate([sample], [0], block)
+    batch = collate([sample], [0], block, target)
     anchors = sample_anchors(batch, count, generator).unique(dim=1)  # [1, A]
-    anchor_ids = batch.tokens.gather(1, anchors)
     with torch.no_grad():
         context = drafter.context(batch.captured.to(target.dtype))
-    drafts = propose(drafter, target, drafter.plain_embeds(target, anchor_ids, target.dtype), anchors, context)
-    proposals = torch.cat([anchor_ids[:, :, None], drafts], dim=-1)[0]  # [A, B]
-    positions = anchors[0][:, None] + torch.arange(block)
-    length = len(sample.tokens)
-    labels = batch.tokens[0][positions.clamp_max(length - 1)]
-    accept_len = accepted(proposals, labels, positions < length)
-    return Rollout(anchors[0], proposals, accept_len, verify_packed(target, sample.tokens, anchors[0], proposals))
+    chain: list[Relayed] = []
+    for _ in range(rounds):
+        anchor_ids = batch.tokens.gather(1, anchors)
+        embeds = drafter.plain_embeds(target, anchor_ids, target.dtype)
+        if chain and relay:
+            with torch.no_grad():
+                embeds = relay_embeds(drafter, target, embeds, Relayed(*(field[None] for field in chain[-1])))
+        truth = labels_at(batch, anchors, block).tokens if teacher_forced else None
+        drafts = propose(drafter, target, embeds, anchors, context, anchor_ids, truth)
+        verified = judge(drafter, target, sample.tokens, anchors[0], torch.cat([anchor_ids[..., None], drafts], -1)[0])
+        item = next_round(verified, sample.tokens, rule, block)
+        if not len(item.anchors):
+            break
+        chain.append(item)
+        anchors = item.anchors[None]
+    return chain
 
 
-def next_round(rollout: Rollout, tokens: torch.Tensor, rule: RelayRule, block_size: int) -> Relayed:
-    """The relayed blocks that follow a rollout; blocks without a next anchor or without relay are dropped."""
-    next_anchor = rollout.anchors + rollout.accept_len + 1  # P'
-    keep = (next_anchor < len(tokens) - 1) & (rollout.accept_len < block_size - 1)
-    proposals, accept_len, states = rollout.proposals[keep], rollout.accept_len[keep], rollout.states[keep]
+def judge(
+    drafter: Drafter, target: Target, tokens: torch.Tensor, anchors: torch.Tensor, proposals: torch.Tensor
+) -> Verified:
+    """Verify proposals [A, B] at anchors [A] against the trajectory ``tokens`` [N]."""
+    positions = anchors[:, None] + torch.arange(proposals.shape[1])
+    labels = tokens[positions.clamp_max(len(tokens) - 1)]
+    accept_len = accepted(proposals, labels, positions < len(tokens))
+    stale_token = drafter.relay is not None and drafter.relay.stale_token
+    states, top1 = verify_packed(target, tokens, anchors, proposals, with_top1=stale_token)
+    return Verified(anchors, proposals, accept_len, states, top1)
+
+
+def next_round(verified: Verified, tokens: torch.Tensor, rule: RelayRule, block_size: int) -> Relayed:
+    """The relayed blocks that follow verified ones; blocks without a next anchor or without relay are dropped."""
+    next_anchor = verified.anchors + verified.accept_len + 1  # P'
+    keep = (next_anchor < len(tokens) - 1) & (verified.accept_len < block_size - 1)
+    _, proposals, accept_len, states, stale = (field[keep] for field in verified)
     next_anchor = next_anchor[keep]
     positions = next_anchor[:, None] + torch.arange(block_size)  # [A', B]
     source, mask = relay_rows(positions, next_anchor[:, None], accept_len[:, None], block_size=block_size, rule=rule)
-    moved = states.gather(1, source[..., None].expand(-1, -1, states.shape[-1]))
-    rejected = proposals.gather(1, accept_len[:, None] + 1)[:, 0]
-    return Relayed(next_anchor, tokens[next_anchor], rejected, moved, mask)
+    return Relayed(
+        anchors=next_anchor,
+        bonus=tokens[next_anchor],
+        rejected=proposals.gather(1, accept_len[:, None] + 1)[:, 0],
+        states=states.gather(1, source[..., None].expand(-1, -1, states.shape[-1])),
+        stale=stale.gather(1, source),
+        mask=mask,
+    )
 
 
 def relay_embeds(
@@ -144,37 +221,44 @@ def relay_embeds(
     plain: torch.Tensor,  # [.., A, B, H] anchor and mask embeddings
     relayed: Relayed,
     detach: bool = True,
+    without: Sequence[str] = (),
 ) -> torch.Tensor:
-    """Input rows with the relay added where ``relayed.mask`` says so."""
+    """Input rows [.., A, B, H] with the relay added where ``relayed.mask`` says so.
+
+    ``detach`` keeps ``fc`` and ``hidden_norm`` learning from the context rows alone, as the method asks; ``without``
+    names boundary tokens ("bonus", "rejected") that are read as zeros, an ablation.
+    """
     assert drafter.relay is not None
     hidden = drafter.project(relayed.states.to(plain.dtype))  # [.., A, B, H]
-    # The states are detached as the method asks; fc and hidden_norm learn from the context rows alone.
     hidden = hidden.detach() if detach else hidden
-    bonus, rejected = (target.embed(ids).to(plain.dtype) for ids in (relayed.bonus, relayed.rejected))
+    ids = (relayed.bonus, relayed.rejected, relayed.stale)
+    bonus, rejected, stale = (target.embed(part).to(plain.dtype) for part in ids)
+    bonus = torch.zeros_like(bonus) if "bonus" in without else bonus
+    rejected = torch.zeros_like(rejected) if "rejected" in without else rejected
     # The relay's master weights are float32: autocast runs its products in bf16, its norm in float32.
-    with torch.autocast("cpu", torch.bfloat16, enabled=plain.dtype == torch.bfloat16):
-        delta = drafter.relay(hidden, bonus, rejected)
+    with torch.autocast(plain.device.type, torch.bfloat16, enabled=plain.dtype == torch.bfloat16):
+        delta = drafter.relay(hidden, bonus, rejected, stale if drafter.relay.stale_token else None)
     return plain + torch.where(relayed.mask[..., None], delta, 0.0).to(plain.dtype)
 
 
-def stack_relayed(items: Sequence[Relayed], count: int, generator: torch.Generator) -> tuple[Relayed, torch.Tensor]:
-    """``count`` relayed blocks per sequence as one batch [S, count, ..], and which of them are real [S, count]."""
+def stack_relayed(
+    items: Sequence[Relayed | None], count: int, generator: torch.Generator
+) -> tuple[Relayed, torch.Tensor]:
+    """``count`` relayed blocks per sequence as one batch [S, count, ..], and which of them are real [S, count].
+
+    A sequence without blocks (None) is padded with zeros; at least one item must hold blocks.
+    """
+    shapes = next(item for item in items if item is not None)
     fields: list[list[torch.Tensor]] = [[] for _ in Relayed._fields]
     real = []
     for item in items:
-        available = len(item.anchors)
-        order = torch.randperm(max(available, 1), generator=generator)
+        available = 0 if item is None else len(item.anchors)
+        order = torch.randperm(max(available, 1), generator=generator, device="cpu")
         pick = order.repeat(-(-count // len(order)))[:count]
         real.append(torch.full((count,), available > 0))
-        for values, field in zip(fields, item):
-            if available:
-                values.append(field[pick])
+        for index, values in enumerate(fields):
+            if item is not None and available:
+                values.append(item[index][pick])
             else:
-                values.append(field.new_zeros((count, *field.shape[1:])))
+                values.append(shapes[index].new_zeros((count, *shapes[index].shape[1:])))
     return Relayed(*(torch.stack(values) for values in fields)), torch.stack(real)
-
-
-__all__ = [
-    "Batch", "ContextKV", "Relayed", "Rollout", "accepted", "make_rollout", "next_round", "packed_attend", "propose",
-    "relay_embeds", "stack_relayed", "verification_mask", "verify_packed",
-]  # fmt: skip

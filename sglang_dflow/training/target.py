@@ -8,20 +8,25 @@ Captured states follow the host: for ``target_layer_ids = [i, ..]`` SGLang 0.5.2
 captures the residual stream that enters layer ``i + 1``, i.e. the output of layer ``i`` before any norm, which is
 ``hidden_states[i + 1]`` of transformers. ``i`` must therefore be below the last layer.
 
-Limits: Llama-shaped targets (RMSNorm, rotary, grouped-query attention, gated SiLU MLP, no biases), default rotary.
+Supported: ``llama``, ``mistral``, ``qwen2`` (q/k/v biases) and ``qwen3`` (q/k norms), tied or untied head, every rotary
+scaling whose frequencies do not depend on the length (default, linear, llama3, yarn). Anything else is refused by name.
+Everything runs where the weights are; callers pass ids and positions on that device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 # attend(layer, q [.., T, Hq, D], k [.., T, Hkv, D], v [.., T, Hkv, D]) -> [.., T, Hq * D]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # model_type of config.json
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the others change their frequencies with the length
 
 
 class TargetShape(NamedTuple):
@@ -48,6 +53,9 @@ class LayerWeights(NamedTuple):
     post_norm: torch.Tensor  # [H]
     gate_up: torch.Tensor  # [2 I, H]
     down: torch.Tensor  # [H, I]
+    qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) D], Qwen2
+    q_norm: torch.Tensor | None = None  # [D], Qwen3: norm of each query head, before the rotation
+    k_norm: torch.Tensor | None = None  # [D]
 
 
 class TargetOutput(NamedTuple):
@@ -64,11 +72,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_table(length: int, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine tables [length, D] of the half-split ("neox") rotary embedding."""
+    """Cosine and sine tables [length, D] of the half-split ("neox") rotary embedding, without scaling."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # [D / 2]
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequency)  # [length, D / 2]
+    return _rope_table(length, frequency, 1.0, dtype)
+
+
+def _rope_table(
+    length: int, frequency: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables [length, D] of ``scaling`` times the cosine and sine at frequencies [D / 2]."""
+    positions = torch.arange(length, dtype=torch.float64, device=frequency.device)
+    angle = torch.outer(positions, frequency.double())  # [length, D / 2]
     angle = torch.cat([angle, angle], dim=-1)  # [length, D]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -76,6 +92,68 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+
+
+def _check_supported(config: Any) -> None:
+    """Refuse what this runner would compute wrongly; all problems in one ``ValueError``."""
+    if config.model_type not in SUPPORTED:
+        raise ValueError(
+            f"the target's architecture is {config.model_type!r}; the target runner supports {', '.join(SUPPORTED)}. "
+            "Remedy: choose a target of one of these."
+        )
+    problems = []
+    layer_types = getattr(config, "layer_types", None)
+    windowed = any(kind != "full_attention" for kind in layer_types) if layer_types else None
+    if windowed or (windowed is None and getattr(config, "sliding_window", None) is not None):
+        problems.append(
+            f"sliding-window attention (sliding_window {config.sliding_window}), expected full attention in all layers"
+        )
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in STATIC_ROPE:
+        problems.append(f"rope_type {rope_type!r}, expected one of {', '.join(STATIC_ROPE)}")
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor {config.rope_parameters['partial_rotary_factor']}, expected 1.0")
+    if config.hidden_act != "silu":
+        problems.append(f"hidden_act {config.hidden_act!r}, expected 'silu'")
+    if getattr(config, "mlp_bias", False):
+        problems.append("mlp_bias, expected MLPs without biases")
+    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
+        problems.append("attention_bias with a biased output projection, expected biases on q, k and v only (Qwen2)")
+    if problems:
+        raise ValueError(
+            f"this {config.model_type} target cannot be run: {'; '.join(problems)}. Remedy: choose another target, or "
+            "for a sliding window longer than every sequence set sliding_window to null in its config.json."
+        )
+
+
+def _scaled_rope(config: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tables of a scaled rotary embedding, by transformers' own frequencies; None for the default one."""
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type == "default":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequency, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))  # [D / 2]
+    return _rope_table(config.max_position_embeddings, frequency, scaling, dtype)
+
+
+def _layer_weights(layer: Any) -> LayerWeights:
+    """Fuse one decoder layer of transformers."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    biased = projections[0].bias is not None
+    weights = LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        qkv=torch.cat([projection.weight for projection in projections]),
+        out=attention.o_proj.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight,
+        qkv_bias=torch.cat([projection.bias for projection in projections]) if biased else None,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+    )
+    return LayerWeights(*(None if tensor is None else tensor.detach().contiguous() for tensor in weights))
 
 
 class Target:
@@ -90,6 +168,7 @@ class Target:
         final_norm: torch.Tensor,  # [H]
         target_layer_ids: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
+        rope: tuple[torch.Tensor, torch.Tensor] | None = None,  # cosine and sine [positions, D]; None: from the shape
     ) -> None:
         bad = [i for i in target_layer_ids if not 0 <= i < shape.num_layers - 1]
         if bad:
@@ -104,58 +183,64 @@ class Target:
         self.final_norm = final_norm
         self.target_layer_ids = list(target_layer_ids)
         self.eos_token_ids = list(eos_token_ids)
-        self.cos, self.sin = rope_table(
-            min(shape.max_position_embeddings, 8192), shape.head_dim, shape.rope_theta, embedding.dtype
-        )  # [positions, D] each
+        if rope is None:
+            rope = rope_table(shape.max_position_embeddings, shape.head_dim, shape.rope_theta, embedding.dtype)
+        self.cos, self.sin = (table.to(embedding.device, embedding.dtype) for table in rope)  # [positions, D] each
 
     @classmethod
-    def load(cls, path: str | Path, dtype: torch.dtype, target_layer_ids: Sequence[int] = ()) -> Target:
-        """Read a transformers checkpoint directory."""
-        from transformers import AutoModelForCausalLM
+    def load(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype,
+        target_layer_ids: Sequence[int] = (),
+        device: str | torch.device | None = None,
+    ) -> Target:
+        """Read a transformers checkpoint directory onto ``device`` (None: torch's default device).
 
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+        Raises:
+            ValueError: an unsupported architecture.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        # Refused before the weights are read: an unsupported model may be large.
+        _check_supported(AutoConfig.from_pretrained(str(path)))
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype).to(device or torch.get_default_device())
         return cls.from_transformers(model, target_layer_ids)
 
     @classmethod
     def from_transformers(cls, model: torch.nn.Module, target_layer_ids: Sequence[int] = ()) -> Target:
-        """Fuse the weights of a ``LlamaForCausalLM``-shaped model."""
+        """Fuse the weights of a causal LM of a supported architecture; they stay on the model's device."""
         config, decoder = model.config, model.model
+        _check_supported(config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = TargetShape(
             config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.num_attention_heads,
-            config.num_key_value_heads, config.head_dim, config.vocab_size, config.rms_norm_eps,
+            config.num_key_value_heads, head_dim, config.vocab_size, config.rms_norm_eps,
             float(config.rope_parameters["rope_theta"]), config.max_position_embeddings,
         )  # fmt: skip
-        layers = []
-        for layer in decoder.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            if attention.q_proj.bias is not None or hasattr(attention, "q_norm"):
-                raise ValueError(
-                    f"{type(model).__name__} has attention biases or q/k norms; this target runner expects a Llama-"
-                    "shaped model without them."
-                )
-            qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-            gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-            weights = LayerWeights(
-                layer.input_layernorm.weight, qkv, attention.o_proj.weight,
-                layer.post_attention_layernorm.weight, gate_up, mlp.down_proj.weight,
-            )  # fmt: skip
-            layers.append(LayerWeights(*(tensor.detach().contiguous() for tensor in weights)))
         eos = model.generation_config.eos_token_id
         eos_ids = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [int(eos)]
+        embedding = decoder.embed_tokens.weight.detach()
         return cls(
             shape,
-            decoder.embed_tokens.weight.detach(),
+            embedding,
             model.lm_head.weight.detach(),
-            layers,
+            [_layer_weights(layer) for layer in decoder.layers],
             decoder.norm.weight.detach(),
             target_layer_ids,
             eos_ids,
+            _scaled_rope(config, embedding.dtype),
         )
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of weights and activations."""
         return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are and everything runs."""
+        return self.embedding.device
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings: ids [..] -> [.., H]."""
@@ -178,12 +263,13 @@ class Target:
         cos, sin = self.cos[positions], self.sin[positions]  # [.., T, D]
         kept: list[torch.Tensor] = []
         for index, layer in enumerate(self.layers):
-            fused = F.linear(rms_norm(x, layer.input_norm, shape.rms_norm_eps), layer.qkv)
+            fused = F.linear(rms_norm(x, layer.input_norm, shape.rms_norm_eps), layer.qkv, layer.qkv_bias)
             heads = fused.unflatten(-1, (-1, shape.head_dim))  # [.., T, Hq + 2 Hkv, D]
-            rotated = apply_rope(heads[..., : shape.num_heads + shape.num_kv_heads, :], cos, sin)
-            q, k = rotated.split([shape.num_heads, shape.num_kv_heads], dim=-2)
-            v = heads[..., shape.num_heads + shape.num_kv_heads :, :]
-            x = x + F.linear(attend(index, q, k, v), layer.out)
+            q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = rms_norm(q, layer.q_norm, shape.rms_norm_eps)
+                k = rms_norm(k, layer.k_norm, shape.rms_norm_eps)
+            x = x + F.linear(attend(index, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v), layer.out)
             fused = F.linear(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.gate_up)
             gate, up = fused.chunk(2, dim=-1)  # [.., T, I] each
             x = x + F.linear(F.silu(gate) * up, layer.down)
@@ -205,10 +291,10 @@ def causal_attend(shape: TargetShape, left_pad: torch.Tensor | None = None) -> A
         if left_pad is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            rows = torch.arange(q.shape[2])
+            rows = torch.arange(q.shape[2], device=q.device)
             # The diagonal stays open so that padded rows have something to average: no NaN.
             visible = (rows[None, None, :] >= left_pad[:, None, None]) & (rows[None, :, None] >= rows[None, None, :])
-            visible = visible | torch.eye(q.shape[2], dtype=torch.bool)  # [B, T, T]
+            visible = visible | torch.eye(q.shape[2], dtype=torch.bool, device=q.device)  # [B, T, T]
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
         return out.transpose(1, 2).flatten(-2)  # [B, T, Hq D]
 

@@ -1,15 +1,16 @@
 """The trainer: frozen target, cached states, packed blocks, bf16 products with float32 master weights.
 
-Owns the optimisation loop, its schedule and its checkpoints. One step drafts A blocks from each of S sequences;
-context K/V are computed once per sequence and shared by its blocks. With method ``dflow`` a step adds relayed blocks
-that follow the drafter's own rejected proposals (``L = L0 + L1``, rollout.py).
+Owns the optimisation loop, its schedule and its checkpoints. One step drafts A blocks on each of S sequences;
+context K/V are computed once per sequence and shared by its blocks. Methods with rounds add, every other step, blocks
+that follow the drafter's own rejected proposals (``L = L0 + .. + Lk``, rollout.py), with the relay or, for
+self-conditioning, from masks; the steps between draw as many blocks from masks on all of the data.
 
 Several processes (``torchrun --nproc-per-node N -m sglang_dflow.training.trainer RECIPE``) train data-parallel: each
 takes its own batches and gradients are averaged once a step. On a shared CPU that also beats one process with N
 threads, which waits in every operation whenever one core is taken away.
 
-Everything random in step n derives from (seed, n, rank), and a checkpoint holds model, optimiser, step and best tau,
-so a resumed run continues exactly (with ``max_minutes``, up to the clock's share in the schedule).
+Everything random in step n derives from (seed, n, rank), and a checkpoint holds model, optimiser, step and best tau, so
+a resumed run continues exactly (with ``max_minutes``, up to the clock's share in the schedule).
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ import argparse
 import json
 import math
 import os
+import platform
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from sglang_dflow import __version__
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
+from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.training.dataset import (
     Batch,
     BlockLabels,
@@ -38,11 +43,14 @@ from sglang_dflow.training.dataset import (
     sample_anchors,
     split_held_out,
 )
+from sglang_dflow.training.domino import domino_loss
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.evaluate import replay
-from sglang_dflow.training.loss import block_loss, sampled_vocabulary, tau_estimate
+from sglang_dflow.training.loss import Vocabulary, block_loss, sampled_vocabulary, tau_estimate
+from sglang_dflow.training.plot import plot_run
 from sglang_dflow.training.recipe import Recipe
-from sglang_dflow.training.rollout import Relayed, make_rollout, next_round, relay_embeds, stack_relayed
+from sglang_dflow.training.rollout import Relayed, make_rollout, relay_embeds, stack_relayed
+from sglang_dflow.training.rollout_store import RolloutStore, drop_older, write_rollouts
 from sglang_dflow.training.target import Target
 
 Log = Callable[[str], None]
@@ -54,6 +62,14 @@ class StepResult(NamedTuple):
     losses: list[float]  # per round
     tau: float  # estimate from random anchors, round 0
     blocks: int
+
+
+class _Blocks(NamedTuple):
+    """The blocks of one round in a step."""
+
+    embeds: torch.Tensor  # [S, A, B, H]
+    anchors: torch.Tensor  # [S, A]
+    labels: BlockLabels  # [S, A, B]
 
 
 def learning_rate_factor(progress: float, step: int, warmup: int, floor: float) -> float:
@@ -72,70 +88,101 @@ def frequent_tokens(sequences: list[Sample], vocab_size: int, count: int) -> tor
     return mask & (counts > 0)
 
 
+@torch.no_grad()
+def scale_relay_inputs(relay: RelayModulation, hidden_rms: float, embed_rms: float, generator: torch.Generator) -> None:
+    """Draw the relay's first layer so that every input moves it equally, whatever its scale.
+
+    Token embeddings are small against projected states (SmolLM2: 0.14 against 0.42), and the default initialisation
+    leaves both in the activation's linear range.
+    """
+    weight, size = relay.relay_mlp[0].weight, relay.hidden_size
+    inputs = weight.shape[1] // size
+    for index in range(inputs):
+        rms = hidden_rms if index == 2 else embed_rms  # [E(b); E(d); h; E(s)]
+        part = weight[:, index * size : (index + 1) * size]
+        draw = torch.randn(part.shape, generator=generator, device="cpu").to(part)
+        part.copy_(draw / (rms * math.sqrt(inputs * size)))
+
+
 class Trainer:
     """State of a run: drafter, optimiser, data, step."""
 
     def __init__(self, recipe: Recipe, target: Target, sequences: list[Sample], log: Log = print) -> None:
         self.recipe, self.target, self.log = recipe, target, log
+        self.run_dir = Path(recipe.run_dir)
         self.train_set, self.held_out = split_held_out(sequences, recipe.held_out)
         self.lengths = [len(sequence.tokens) for sequence in self.train_set]
         self.always = frequent_tokens(self.train_set, target.shape.vocab_size, recipe.frequent_tokens)
         self.drafter = self._make_drafter()
-        relay = list(self.drafter.relay.parameters()) if self.drafter.relay is not None else []
-        relay_ids = {id(p) for p in relay}
-        matrices = [p for p in self.drafter.parameters() if p.ndim > 1 and id(p) not in relay_ids]
-        gains = [p for p in self.drafter.parameters() if p.ndim <= 1 and id(p) not in relay_ids]
-        groups = [
-            {"params": matrices, "peak": recipe.learning_rate, "weight_decay": recipe.weight_decay},
-            {"params": gains, "peak": recipe.learning_rate, "weight_decay": 0.0},
-            {"params": relay, "peak": recipe.relay_learning_rate, "weight_decay": 0.0},
-        ]
-        betas = (recipe.betas[0], recipe.betas[1])
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1.0, betas=betas, fused=True)
+        self.optimizer = self._make_optimizer()
         self.step, self.best_tau, self.elapsed = 0, 0.0, 0.0
         self.rank: int = dist.get_rank() if dist.is_initialized() else 0
         self.world: int = dist.get_world_size() if dist.is_initialized() else 1
-        self.relayed: dict[int, Relayed] = {}
-        self.rule = RelayRule.of(RelaySource(recipe.relay_source), shift_label=False)
+        self.rollouts: RolloutStore | None = None
+        self.rule = RelayRule.of(RelaySource(recipe.relay_source), shift_label=self.drafter.config.shift_label)
 
     def _make_drafter(self) -> Drafter:
         recipe = self.recipe
         torch.manual_seed(recipe.seed)
-        relay_size = recipe.relay_hidden_size if recipe.method == "dflow" else 0
+        head: dict[str, Any] = {}
+        if recipe.has_domino:
+            head = {"projector_type": "domino", "gru_hidden_dim": recipe.gru_hidden_dim, "emb_dim": recipe.emb_dim}
+            head["shift_label"] = recipe.shift_label
         config = DrafterConfig.for_target(
             self.target,
             num_hidden_layers=recipe.num_layers,
             block_size=recipe.block_size,
             mask_token_id=recipe.mask_token_id,
             relay_source=recipe.relay_source,
-            relay_hidden_size=relay_size,
+            relay_hidden_size=recipe.relay_hidden_size if recipe.has_relay else 0,
             relay_activation=recipe.relay_activation,
+            relay_stale_token=recipe.relay_stale_token and recipe.has_relay,
+            **head,
         )
         drafter = Drafter(config)
         if recipe.init_from is None:
             drafter.init_from_target(self.target, recipe.source_layers)
+            new = [name for name, _ in drafter.named_parameters()]
         else:
-            # A plain DFlash checkpoint starts the relay at zero; a DFlow one brings its own.
-            missing, unexpected = drafter.load_state_dict(Drafter.load(recipe.init_from).state_dict(), strict=False)
-            if unexpected or any(not name.startswith("relay.") for name in missing):
-                raise ValueError(
-                    f"{recipe.init_from} does not fit the recipe: missing {missing}, unexpected {unexpected}; expected "
-                    "a drafter of the same sizes. Remedy: correct the recipe or leave init_from out."
-                )
+            new = load_partly(drafter, Drafter.load(recipe.init_from).state_dict(), recipe.init_from)
+        if drafter.relay is not None and any(name.startswith("relay.") for name in new):
+            self._scale_relay(drafter)
         return drafter
 
+    def _scale_relay(self, drafter: Drafter) -> None:
+        assert drafter.relay is not None
+        sample = collate(self.train_set, [0], self.recipe.block_size, self.target)
+        with torch.no_grad():
+            hidden = drafter.project(sample.captured.to(self.target.dtype)).float()
+        embed = self.target.embed(sample.tokens).float()
+        generator = torch.Generator().manual_seed(self.recipe.seed)
+        scales = (float(t.pow(2).mean().sqrt()) for t in (hidden, embed))
+        scale_relay_inputs(drafter.relay, *scales, generator)
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        recipe, parameters = self.recipe, dict(self.drafter.named_parameters())
+        peaks = {"matrices": recipe.learning_rate, "gains": recipe.learning_rate, "relay": recipe.relay_learning_rate}
+        groups = [
+            {
+                "params": [parameters[name] for name in names],
+                "peak": peaks[group],
+                "weight_decay": recipe.weight_decay if group == "matrices" else 0.0,
+            }
+            for group, names in optimizer_groups(parameters).items()
+            if names
+        ]
+        return torch.optim.AdamW(groups, lr=1.0, betas=(recipe.betas[0], recipe.betas[1]), fused=True)
+
     def warm_start(self, path: Path) -> None:
-        """Take weights and optimiser moments from another run's checkpoint; a new relay keeps its zero start."""
+        """Take weights and optimiser moments from another run's checkpoint; a new relay or head starts afresh."""
         state = torch.load(path, weights_only=True)
-        missing, unexpected = self.drafter.load_state_dict(state["drafter"], strict=False)
-        if unexpected or any(not name.startswith("relay.") for name in missing):
-            raise ValueError(
-                f"{path} does not fit the recipe: missing {missing}, unexpected {unexpected}; expected a drafter of "
-                "the same sizes. Remedy: correct the recipe."
-            )
-        # Parameters are numbered group by group and the relay's group is the last one, so old numbers still fit.
+        load_partly(self.drafter, state["drafter"], str(path))
+        old, new = (
+            optimizer_numbers(parameters) for parameters in (state["drafter"], dict(self.drafter.named_parameters()))
+        )
+        moments = state["optimizer"]["state"]
         current = self.optimizer.state_dict()
-        current["state"] = state["optimizer"]["state"]
+        current["state"] = {new[name]: moments[number] for name, number in old.items() if number in moments}
         self.optimizer.load_state_dict(current)
 
     # --- one step ----------------------------------------------------------------------------------------
@@ -144,18 +191,13 @@ class Trainer:
         """One optimiser step."""
         recipe = self.recipe
         generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
-        # With rollouts, every other step adds relayed blocks, on the sequences that have some; the steps between
-        # keep the drafter on all of the data, at the same number of blocks.
-        relaying = bool(self.relayed) and self.step % 2 == 1
+        relaying = self.rollouts is not None and self.step % 2 == 1
         batch = self._batch(recipe.sequences, relaying)
-        count = recipe.anchors + (recipe.relayed_anchors if self.relayed and not relaying else 0)
-        anchors = sample_anchors(batch, count, generator)  # [S, A]
-        embeds = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
-        labels = labels_at(batch, anchors, recipe.block_size)
-        groups = [(embeds, anchors, labels)]
+        extra = recipe.rounds * recipe.relayed_anchors if self.rollouts is not None and not relaying else 0
+        groups = [self._masked_blocks(batch, sample_anchors(batch, recipe.anchors + extra, generator))]
         if relaying:
-            groups.append(self._relayed_blocks(batch, generator))
-        losses, correct = self._losses(batch, groups, generator)
+            groups += [self._round_blocks(batch, number, generator) for number in range(recipe.rounds)]
+        losses, tau = self._losses(batch, groups, generator)
         self.optimizer.zero_grad(set_to_none=True)
         torch.stack(losses).sum().backward()
         self._average_gradients()
@@ -163,24 +205,28 @@ class Trainer:
         self._set_learning_rate()
         self.optimizer.step()
         self.step += 1
-        blocks = sum(int(group[1].numel()) for group in groups)
-        return StepResult([float(loss.detach()) for loss in losses], correct, blocks)
+        return StepResult([float(loss.detach()) for loss in losses], tau, sum(g.anchors.numel() for g in groups))
 
     def _batch(self, size: int, relaying: bool) -> Batch:
         """The step's batch: the processes share one order and take turns."""
-        pool = sorted(self.relayed) if relaying else list(range(len(self.train_set)))
+        pool = self.rollouts.sequences if relaying and self.rollouts is not None else range(len(self.train_set))
         lengths = [self.lengths[index] for index in pool]
-        turn = (self.step // 2 if self.relayed else self.step) * self.world + self.rank
+        turn = (self.step // 2 if self.rollouts is not None else self.step) * self.world + self.rank
         epoch, index = divmod(turn, len(epoch_batches(lengths, size, self.recipe.seed, 0)))
         chosen = epoch_batches(lengths, size, self.recipe.seed, epoch)[index]
-        return collate(self.train_set, [pool[i] for i in chosen], self.recipe.block_size)
+        return collate(self.train_set, [pool[i] for i in chosen], self.recipe.block_size, self.target)
 
     def _average_gradients(self) -> None:
         """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere."""
         if self.world == 1:
             return
-        gradients = [p.grad for p in self.drafter.parameters() if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in gradients] + [torch.tensor([self.elapsed])])
+        # A parameter without gradient on one process (no relayed block in its batch) has one on another: zeros.
+        gradients = []
+        for parameter in self.drafter.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        flat = torch.cat([g.flatten() for g in gradients] + [gradients[0].new_tensor([self.elapsed])])
         dist.all_reduce(flat)
         flat /= self.world
         self.elapsed = float(flat[-1])
@@ -189,38 +235,53 @@ class Trainer:
             gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
             start += gradient.numel()
 
-    def _relayed_blocks(
-        self, batch: Batch, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor, BlockLabels]:
-        """Relayed blocks of the batch's sequences: input rows, anchors, labels."""
-        items = [self.relayed[index] for index in batch.indices]
-        relayed, real = stack_relayed(items, self.recipe.relayed_anchors, generator)
-        anchors = torch.where(real, relayed.anchors, batch.prompt_lens[:, None])
-        plain = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
-        labels = labels_at(batch, anchors, self.recipe.block_size)
-        labels = BlockLabels(labels.tokens, labels.valid & real[..., None])
-        return relay_embeds(self.drafter, self.target, plain, relayed), anchors, labels
+    def _masked_blocks(self, batch: Batch, anchors: torch.Tensor) -> _Blocks:
+        """Blocks drafted from masks at anchors [S, A]."""
+        embeds = self.drafter.plain_embeds(self.target, batch.tokens.gather(1, anchors), self.target.dtype)
+        return _Blocks(embeds, anchors, labels_at(batch, anchors, self.recipe.block_size))
+
+    def _round_blocks(self, batch: Batch, number: int, generator: torch.Generator) -> _Blocks:
+        """Blocks of round ``number + 1`` of the batch's sequences; padding has no valid label."""
+        assert self.rollouts is not None
+        recipe, items = self.recipe, [self.rollouts.get(index, number) for index in batch.indices]
+        if not any(item is not None for item in items):
+            blocks = self._masked_blocks(batch, batch.prompt_lens[:, None])
+            return blocks._replace(labels=blocks.labels._replace(valid=torch.zeros_like(blocks.labels.valid)))
+        relayed, real = stack_relayed(items, recipe.relayed_anchors, generator)
+        relayed, real = Relayed(*(f.to(batch.tokens.device) for f in relayed)), real.to(batch.tokens.device)
+        blocks = self._masked_blocks(batch, torch.where(real, relayed.anchors, batch.prompt_lens[:, None]))
+        valid = blocks.labels.valid & real[..., None]
+        embeds = blocks.embeds
+        if recipe.has_relay:
+            embeds = relay_embeds(
+                self.drafter, self.target, embeds, relayed, not recipe.relay_fc_gradient, recipe.relay_without
+            )
+        return _Blocks(embeds, blocks.anchors, blocks.labels._replace(valid=valid))
 
     def _losses(
-        self, batch: Batch, groups: list[tuple[torch.Tensor, torch.Tensor, BlockLabels]], generator: torch.Generator
+        self, batch: Batch, groups: list[_Blocks], generator: torch.Generator
     ) -> tuple[list[torch.Tensor], float]:
-        """Loss of every round, all rounds packed into one drafter forward on one context."""
-        recipe = self.recipe
+        """Loss of every round, all rounds packed into one drafter forward on one context; tau of round 0."""
         context = self.drafter.context(batch.captured.to(self.target.dtype))
-        embeds = torch.cat([group[0] for group in groups], dim=1)
-        anchors = torch.cat([group[1] for group in groups], dim=1)
-        hidden = self.drafter(embeds, anchors, context)  # [S, A0 + A1, B, H]
-        labels = torch.cat([group[2].tokens[group[2].valid] for group in groups])
-        vocabulary = sampled_vocabulary(self.target.head, self.always, labels, recipe.negatives, generator)
-        losses, start, tau = [], 0, 0.0
-        for number, (_, rows, wanted) in enumerate(groups):
-            part = hidden[:, start : start + rows.shape[1]].flatten(0, 1)
-            start += rows.shape[1]
-            result = block_loss(part, wanted.tokens.flatten(0, 1), wanted.valid.flatten(0, 1), vocabulary, recipe.gamma)
-            losses.append(result.loss)
-            if number == 0:
-                tau = tau_estimate(result.correct, result.valid)
-        return losses, tau
+        embeds = torch.cat([group.embeds for group in groups], dim=1)
+        hidden = self.drafter(embeds, torch.cat([group.anchors for group in groups], dim=1), context)
+        used = torch.cat([group.labels.tokens[group.labels.valid] for group in groups])
+        vocabulary = sampled_vocabulary(self.target.head, self.always, used, self.recipe.negatives, generator)
+        parts = hidden.split([group.anchors.shape[1] for group in groups], dim=1)  # [S, A, B, H] each
+        results = [self._round_loss(part, group.labels, vocabulary) for part, group in zip(parts, groups)]
+        return [loss for loss, _ in results], results[0][1]
+
+    def _round_loss(
+        self, hidden: torch.Tensor, labels: BlockLabels, vocabulary: Vocabulary
+    ) -> tuple[torch.Tensor, float]:
+        recipe, head = self.recipe, self.drafter.domino
+        rows, tokens, valid = (t.flatten(0, 1) for t in (hidden, *labels))
+        if head is None:
+            plain = block_loss(rows, tokens, valid, vocabulary, recipe.gamma)
+            return plain.loss, tau_estimate(plain.correct, plain.valid)
+        embedding, base = self.target.embedding, recipe.domino_base_weight
+        domino = domino_loss(head, rows, tokens, valid, embedding, vocabulary, recipe.gamma, base)
+        return domino.loss, tau_estimate(domino.correct, domino.valid)
 
     def progress(self) -> float:
         """Share of the run that is done, 0..1, by steps or by the clock, whichever is further."""
@@ -237,47 +298,44 @@ class Trainer:
 
     def refresh_rollouts(self) -> None:
         """Make rollouts of a random subset of the training set with the drafter as it is."""
-        recipe = self.recipe
-        generator = torch.Generator().manual_seed((recipe.seed << 32) + 7919 * (self.step + 1))
-        chosen = torch.randperm(len(self.train_set), generator=generator)[: recipe.rollout_sequences].tolist()
-        chosen = chosen[self.rank :: self.world]
-        started, relayed = time.monotonic(), {}
+        recipe, folder = self.recipe, self.run_dir / "rollouts" / str(self.step)
         block_bytes = recipe.block_size * self.target.shape.hidden_size * len(recipe.target_layer_ids) * 2
-        size = len(chosen) * recipe.rollout_anchors * block_bytes / 1e9
-        self.log(f"rollout: {len(chosen)} sequences x {recipe.rollout_anchors} blocks, at most {size:.1f} GB in memory")
-        accept, count = 0, 0
-        for number, index in enumerate(chosen):
-            sample = self.train_set[index]
-            rollout = make_rollout(self.drafter, self.target, sample, recipe.rollout_anchors, generator)
-            accept, count = accept + int(rollout.accept_len.sum()), count + len(rollout.accept_len)
-            item = next_round(rollout, sample.tokens, self.rule, recipe.block_size)
-            if len(item.anchors):
-                relayed[index] = item
-            if number % 200 == 199:
-                rate = count / (time.monotonic() - started)
-                self.log(f"rollout: {number + 1}/{len(chosen)}, {rate:.0f} blocks/s, tau {1 + accept / count:.3f}")
-        self.relayed = self._share_rollouts(relayed)
+        blocks = min(recipe.rollout_sequences, len(self.train_set)) * recipe.rollout_anchors * recipe.rounds
+        self.log(f"rollout: up to {blocks} blocks, {blocks * block_bytes / 1e9:.1f} GB, into {folder}")
+        write_rollouts(folder, self.rank, self._rollouts(), recipe.rounds)
+        self._open_rollouts(folder)
 
-    def _share_rollouts(self, own: dict[int, Relayed]) -> dict[int, Relayed]:
-        """The rollouts of all processes, exchanged through files in the run directory."""
-        if self.world == 1:
-            return own
-        folder = Path(self.recipe.run_dir)
-        torch.save({index: tuple(item) for index, item in own.items()}, folder / f"rollouts.{self.rank}.pt")
-        dist.barrier()
-        everything = dict(own)
-        for rank in range(self.world):
-            if rank != self.rank:
-                loaded = torch.load(folder / f"rollouts.{rank}.pt", weights_only=True, mmap=True)
-                everything |= {index: Relayed(*fields) for index, fields in loaded.items()}
-        return everything
+    def _open_rollouts(self, folder: Path) -> None:
+        if self.world > 1:
+            dist.barrier()
+        self.rollouts = RolloutStore(folder)
+
+    def _rollouts(self) -> Iterator[tuple[int, list[Relayed]]]:
+        recipe = self.recipe
+        seed = (recipe.seed << 32) + 7919 * (self.step + 1)
+        order = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(seed), device="cpu")
+        own = order[: recipe.rollout_sequences].tolist()[self.rank :: self.world]
+        started, count = time.monotonic(), [0] * recipe.rounds
+        for number, index in enumerate(own):
+            chain = make_rollout(
+                self.drafter, self.target, self.train_set[index], recipe.rollout_anchors, recipe.rounds, self.rule,
+                torch.Generator().manual_seed(seed + index + 1),
+                relay=recipe.has_relay, teacher_forced=not recipe.online_rollout,
+            )  # fmt: skip
+            if chain:
+                yield index, chain
+            for position, item in enumerate(chain):
+                count[position] += len(item.anchors)
+            if number % 100 == 99:
+                rate = sum(count) / (time.monotonic() - started)
+                self.log(f"rollout: {number + 1}/{len(own)} sequences, {count} blocks by round, {rate:.0f} blocks/s")
 
     # --- running -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Train to the end of the schedule, with logs, evaluations and checkpoints."""
         recipe = self.recipe
-        if recipe.method == "dflow" and not self.relayed:
+        if recipe.has_rounds and self.rollouts is None:
             self.refresh_rollouts()
         window: list[StepResult] = []
         began = mark = time.monotonic()
@@ -288,7 +346,7 @@ class Trainer:
             if self.step % recipe.log_steps == 0:
                 self._report(window, time.monotonic() - mark)
                 window, mark = [], time.monotonic()
-            if recipe.refresh_steps and self.step % recipe.refresh_steps == 0 and recipe.method == "dflow":
+            if recipe.has_rounds and recipe.refresh_steps and self.step % recipe.refresh_steps == 0:
                 self.refresh_rollouts()
                 mark = time.monotonic()
             if self.step % recipe.eval_steps == 0:
@@ -303,61 +361,132 @@ class Trainer:
         most = max(len(result.losses) for result in window)
         by_round = [[result.losses[i] for result in window if i < len(result.losses)] for i in range(most)]
         rounds = [sum(values) / len(values) for values in by_round]
-        blocks = sum(result.blocks for result in window) * self.world
+        rate = sum(result.blocks for result in window) * self.world / seconds
         tau = sum(result.tau for result in window) / len(window)
         losses = " ".join(f"L{i} {loss:.3f}" for i, loss in enumerate(rounds))
-        rate = self.optimizer.param_groups[0]["lr"]
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        tokens = rate * (self.recipe.block_size - 1)
         self.log(
-            f"step {self.step} {losses} tau~{tau:.3f} lr {rate:.2e} {blocks / seconds:.0f} blocks/s "
-            f"{self.elapsed / 60:.1f} min"
+            f"step {self.step} {losses} tau~{tau:.3f} lr {learning_rate:.2e} {rate:.0f} blocks/s {tokens:.0f} tokens/s "
+            f"{self.elapsed / 60:.1f} min, {self.progress():.0%}"
         )
-        if self.rank:
-            return
-        record = {"step": self.step, "losses": rounds, "tau": tau, "blocks_s": blocks / seconds, "lr": rate}
-        with (Path(self.recipe.run_dir) / "log.jsonl").open("a") as out:
-            out.write(json.dumps(record) + "\n")
+        self._record({"step": self.step, "losses": rounds, "tau": tau, "blocks_s": rate, "lr": learning_rate})
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self.rank == 0:
+            with (self.run_dir / "log.jsonl").open("a") as out:
+                out.write(json.dumps(record) + "\n")
 
     def evaluate(self) -> float:
-        """Held-out tau with masks only; keeps the best drafter in ``run_dir/best``."""
+        """Held-out tau, with the relay where there is one; keeps the best drafter in ``run_dir/best``."""
         if self.rank:
             return 0.0
-        result = replay(self.drafter, self.target, self.held_out[:24])
-        self.log(f"step {self.step} held-out tau {result.tau:.3f} (n={result.rounds} rounds, masks only)")
-        if result.tau > self.best_tau:
-            self.best_tau = result.tau
-            self.drafter.save(Path(self.recipe.run_dir) / "best")
-        return result.tau
+        samples = self.held_out[: self.recipe.eval_sequences]
+        arms = {"masks": False} | ({"relay": True} if self.recipe.has_relay else {})
+        results = {name: replay(self.drafter, self.target, samples, relay=relay) for name, relay in arms.items()}
+        parts = ", ".join(f"{name} {result.tau:.3f}" for name, result in results.items())
+        self.log(f"step {self.step} held-out tau {parts} ({len(samples)} conversations)")
+        self._record({"step": self.step, "held_out": {name: result.tau for name, result in results.items()}})
+        plot_run(self.run_dir)
+        tau = results["relay" if self.recipe.has_relay else "masks"].tau
+        if tau > self.best_tau:
+            self.best_tau = tau
+            self.drafter.save(self.run_dir / "best")
+        return tau
 
     def save_checkpoint(self) -> None:
-        """Write the whole state, atomically."""
+        """Write the whole state, atomically; rollouts that it does not need any more are removed."""
         if self.rank:
             return
-        path = Path(self.recipe.run_dir) / "checkpoint.pt"
+        path = self.run_dir / "checkpoint.pt"
         state = {
             "drafter": self.drafter.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "best_tau": self.best_tau,
             "elapsed": self.elapsed,
-            "relayed": {index: tuple(item) for index, item in self.relayed.items()},
+            "rollouts": None if self.rollouts is None else self.rollouts.folder.name,
         }
         partial = path.with_suffix(".part")
         torch.save(state, partial)
         partial.replace(path)
-        self.drafter.save(Path(self.recipe.run_dir) / "last")
+        if self.rollouts is not None:
+            drop_older(self.rollouts.folder.parent, self.rollouts.folder)
+        self.drafter.save(self.run_dir / "last")
 
     def resume(self) -> bool:
         """Continue from ``run_dir/checkpoint.pt`` if it is there."""
-        path = Path(self.recipe.run_dir) / "checkpoint.pt"
+        path = self.run_dir / "checkpoint.pt"
         if not path.is_file():
             return False
         state = torch.load(path, weights_only=True)
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.best_tau, self.elapsed = state["step"], state["best_tau"], state["elapsed"]
-        self.relayed = {index: Relayed(*fields) for index, fields in state["relayed"].items()}
+        if state["rollouts"] is not None:
+            self._open_rollouts(self.run_dir / "rollouts" / state["rollouts"])
         self.log(f"resumed at step {self.step}")
         return True
+
+
+def optimizer_groups(parameters: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Names of a drafter's parameters by optimiser group, in the optimiser's order."""
+    groups: dict[str, list[str]] = {"matrices": [], "gains": [], "relay": []}
+    for name, tensor in parameters.items():
+        groups["relay" if name.startswith("relay.") else "matrices" if tensor.ndim > 1 else "gains"].append(name)
+    return groups
+
+
+def optimizer_numbers(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The optimiser's number of every parameter: it counts group by group."""
+    names = [name for group in optimizer_groups(parameters).values() for name in group]
+    return {name: number for number, name in enumerate(names)}
+
+
+def load_partly(drafter: Drafter, state: dict[str, torch.Tensor], where: str) -> list[str]:
+    """Load a drafter's state into one that may have a relay or a Domino head more; return the new parameters' names.
+
+    Raises:
+        ValueError: the two differ otherwise.
+    """
+    own = drafter.state_dict()
+    wrong = [name for name, value in state.items() if name not in own or own[name].shape != value.shape]
+    missing = [name for name in own if name not in state]
+    wrong += [name for name in missing if not name.startswith(("relay.", "domino."))]
+    if wrong:
+        raise ValueError(
+            f"{where} does not fit the recipe: {wrong} are missing, unexpected or of other shapes; expected a drafter "
+            "of the same sizes. Remedy: correct the recipe, or leave init_from and warm_start out."
+        )
+    drafter.load_state_dict(state, strict=False)
+    return missing
+
+
+def provenance() -> dict[str, str]:
+    """Versions of what a run depends on."""
+    import transformers
+
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return {
+        "sglang_dflow": __version__,
+        "git": git.stdout.strip() or "not a git checkout",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
+        + (torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"),
+    }
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a recipe; ``auto`` is this process's GPU where there is one."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -374,15 +503,20 @@ def main(argv: list[str] | None = None) -> int:
         fields[name] = yaml.safe_load(value)
     recipe = Recipe.from_dict(fields, str(args.recipe))
     torch.set_num_threads(recipe.threads)
+    device = choose_device(recipe.device)
+    # Everything that the run creates lives on its device; random draws are made on the CPU, alike everywhere.
+    torch.set_default_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = int(os.environ.get("RANK", "0"))
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(fields))
+    if rank == 0:
+        (run_dir / "recipe.yaml").write_text(yaml.safe_dump(fields))
+        (run_dir / "versions.json").write_text(json.dumps(provenance(), indent=2) + "\n")
     target = Target.load(recipe.target, torch.bfloat16, recipe.target_layer_ids)
     features = target.shape.hidden_size * len(recipe.target_layer_ids)
-    sequences = load_sequences(recipe.answers, features)
+    sequences = load_sequences(recipe.answers, features, target_layer_ids=recipe.target_layer_ids)
 
     def log(line: str) -> None:
         if rank == 0:

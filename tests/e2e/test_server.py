@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from sglang_dflow.server import Server, ServerSpec, has_cuda, post, relay_state, set_relay
+from sglang_dflow.training.evaluate import main as acceptance
 from sglang_dflow.verify import generate_all, token_logprobs
 from tests.support.arms import POOL_ARGS
 
@@ -107,6 +109,33 @@ def test_token_logprobs_are_the_targets(server: Server, target: Path, prompts_id
     tokens = [int(token) for token in expected.topk(3).indices]
     found = token_logprobs(server.url, prefix, tokens)
     assert found == pytest.approx([float(expected[token]) for token in tokens], abs=1e-3)
+
+
+def test_acceptance_of_the_server_is_that_of_the_replay(
+    server: Server, target: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sglang-dflow acceptance`: the host's counters, and about as many rounds as the replay in process needs.
+
+    Not exactly as many: the replay keeps captured states in bf16.
+    """
+    prompts = tmp_path / "two.jsonl"
+    texts = ["Name the four seasons of the year.", "Write a Python function that returns the larger of two numbers."]
+    prompts.write_text("".join(json.dumps({"id": f"two/{i}", "turns": [text]}) + "\n" for i, text in enumerate(texts)))
+    common = ["--prompts", str(prompts), "--max-new-tokens", "40", "--cache", str(tmp_path)]
+    in_process = ["--target", str(target), "--drafter", str(drafter), "--dtype", "float32", "--device", "cpu"]
+    records = []
+    for arguments in (["--server", server.url, "--concurrency", "2"], in_process):
+        assert acceptance([*common, *arguments]) == 0
+        records.append(json.loads(capsys.readouterr().out.splitlines()[-1])["sets"]["two"])
+    served, replayed = records
+    for arm in ("relay_off", "relay_on"):
+        # The server counts the token of the prefill, the replay does not.
+        assert served[arm]["tokens"] == replayed[arm]["tokens"] + 2
+        assert served[arm]["rounds"] == pytest.approx(replayed[arm]["rounds"], abs=3)
+        assert served[arm]["hit_rate"] == pytest.approx(replayed[arm]["hit_rate"], abs=0.05)
+        assert served[arm]["by_depth"] == pytest.approx(replayed[arm]["by_depth"], abs=0.07)
+    assert served["relay_on"]["hit_rate"] > 0.5 and served["relay_off"]["hit_rate"] == 0
+    assert relay_state(server.url)["relay"] == "on"
 
 
 def test_stop_leaves_no_process(server: Server) -> None:

@@ -58,14 +58,28 @@ PROBE = textwrap.dedent(
         for module in (dflash_utils, dflash_worker_v2)
     ]
 
-    checks = dict(
-        tp_size=0, tp_rank=0, target_vocab_size=4, draft_vocab_size=4, hidden_size=2, target_embedding=None,
-        lm_head=None, prefix_gru=None, embed_proj=None,
-    )
-    try:
-        dflash_worker_v2.validate_domino_runtime(device=torch.device("cpu"), **checks)
-    except ValueError as error:
-        facts["domino"] = str(error)
+    def domino(tables=torch.float32, head=torch.float32, rows=4, **changed):
+        nn = torch.nn
+        checks = dict(
+            tp_size=1, tp_rank=0, target_vocab_size=4, draft_vocab_size=4, hidden_size=2,
+            target_embedding=nn.Embedding(4, 2, dtype=tables), lm_head=nn.Embedding(rows, 2, dtype=tables),
+            prefix_gru=nn.GRU(2, 3, bias=False, dtype=head),
+            embed_proj=nn.Sequential(
+                nn.Linear(5, 2, bias=False, dtype=head), nn.SiLU(), nn.Linear(2, 4, bias=False, dtype=head)
+            ),
+        )
+        try:
+            dflash_worker_v2.validate_domino_runtime(device=torch.device("cpu"), **(checks | changed))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    facts["domino"] = {
+        "fp32": domino(), "bf16": domino(bf16, bf16), "mixed": domino(fp32, bf16), "fp16": domino(head=torch.float16),
+        "tp": domino(tp_size=0), "rows": domino(rows=3), "gru": domino(prefix_gru=torch.nn.GRU(9, 3, bias=False)),
+        "missing": domino(lm_head=object()),
+    }
 
     runner = SimpleNamespace(dtype=torch.float32, is_generation=True, _pp_kwargs=lambda proxies: {})
     batch = SimpleNamespace(input_embeds=torch.ones(1, 2) / 3, replace_embeds=None, replace_positions=None)
@@ -124,8 +138,15 @@ def test_sampled_verification_is_available_and_ours(facts: dict[str, Any]) -> No
     assert facts["verify_after"] and all(facts["verify"])
 
 
-def test_domino_keeps_every_check_but_the_device(facts: dict[str, Any]) -> None:
-    assert facts["domino"] == "DFLASH Domino requires TP>=1, got TP=0."
+def test_domino_keeps_every_check_but_device_and_one_type(facts: dict[str, Any]) -> None:
+    """A server in one of two types passes; whatever else the host refuses, in float32 too, is refused in its words."""
+    found = facts["domino"]
+    assert (found["fp32"], found["bf16"]) == ("", "")
+    assert all("requires BF16" in found[case] for case in ("mixed", "fp16"))
+    assert found["tp"] == "DFLASH Domino requires TP>=1, got TP=0."
+    assert "lm_head row count must equal" in found["rows"]
+    assert "GRU input size does not match" in found["gru"]
+    assert "requires target embedding and lm_head weight tensors" in found["missing"]
 
 
 def test_embeddings_keep_their_precision(facts: dict[str, Any]) -> None:

@@ -47,14 +47,15 @@ class Model(RelayMixin, HostModel):
     pass
 
 
-def _model() -> Any:
-    return Model(SimpleNamespace(to_dict=lambda: CONFIG))
+def _model(*, stale_token: bool = False) -> Any:
+    dflow = CONFIG["dflow_config"] | {"relay_stale_token": stale_token}  # type: ignore[operator]
+    return Model(SimpleNamespace(to_dict=lambda: CONFIG | {"dflow_config": dflow}))
 
 
-@pytest.fixture
-def model() -> Any:
+@pytest.fixture(params=[False, True], ids=["paper", "stale_token"])
+def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    built = _model()
+    built = _model(stale_token=request.param)
     for parameter in built.relay.parameters():
         nn.init.normal_(parameter)
     return built
@@ -68,6 +69,7 @@ def _attach(model: Any) -> tuple[RelayPool, torch.Tensor]:
         rule=RelayRule.of(RelaySource.FIRST_REJECTION, shift_label=False),
         dtype=torch.float32,
         device="cpu",
+        stale_token=model.dflow_config.relay_stale_token,
     )
     table = torch.randn(50, H)
     model.attach_relay(pool, lambda ids: torch.nn.functional.embedding(ids, table))
@@ -87,6 +89,7 @@ def _stored(pool: RelayPool) -> VerifiedBlock:
         next_prefix_len=torch.tensor([12, 30]),
         bonus=torch.tensor([7, 8]),
         rejected=torch.tensor([9, 10]),
+        stale=torch.arange(BS * B).view(BS, B) + 20,
     )
     pool.store(torch.tensor([1, 2]), block)
     return block
@@ -109,7 +112,8 @@ def test_only_relayed_rows_change_and_by_the_formula(model: Any, monkeypatch: py
         fed = _draft(model, embeds, slots, positions)
     expected = embeds.clone().view(BS, B, H)
     for row, source in ((1, 2), (2, 3)):
-        delta = model.relay(block.hidden[0, source : source + 1], table[7], table[9])[0]
+        stale = (table[20 + source : 21 + source],) if model.dflow_config.relay_stale_token else ()
+        delta = model.relay(block.hidden[0, source : source + 1], table[7], table[9], *stale)[0]
         expected[0, row] += delta
     torch.testing.assert_close(fed.view(BS, B, H), expected)
     unchanged = [(0, 0), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
@@ -138,7 +142,8 @@ def test_projection_is_handed_over_once(model: Any) -> None:
 
 def test_first_load_is_complete_later_ones_partial(model: Any) -> None:
     """Online weight updates come in parts; a drafter that never got its relay must not serve."""
-    state = {f"model.{name}": tensor for name, tensor in _model().relay.state_dict().items()}
+    trained = _model(stale_token=model.dflow_config.relay_stale_token).relay.state_dict()
+    state = {f"model.{name}": tensor for name, tensor in trained.items()}
     some = dict(list(state.items())[:2])
     with pytest.raises(ValueError, match="4 problem"):
         model.load_weights(iter({"layers.0.w": torch.zeros(1), **some}.items()))

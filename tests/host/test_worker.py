@@ -23,7 +23,7 @@ B, H, ROWS = 4, 3, 6
 class Steps:
     """A worker without a model: `prefill` and `verify` are the host's two kinds of iteration."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stale_token: bool = False) -> None:
         self.pool = RelayPool(
             num_rows=ROWS,
             block_size=B,
@@ -31,6 +31,7 @@ class Steps:
             rule=RelayRule.of(RelaySource.FIRST_REJECTION, shift_label=False),
             dtype=torch.float32,
             device="cpu",
+            stale_token=stale_token,
         )
         self.worker: Any = DFlowWorker.__new__(DFlowWorker)
         self.worker._pool, self.worker.block_size = self.pool, B
@@ -40,7 +41,13 @@ class Steps:
         self.worker.draft_model = SimpleNamespace(take_projected=lambda: self.projected)
         self.drafted_from: list[torch.Tensor] = []
         monkeypatch.setattr(DFlashWorkerV2, "_append_target_hidden_to_draft_kv_by_loc", lambda *a, **k: None)
-        monkeypatch.setattr(DFlashWorkerV2, "_accept_block", lambda worker, **k: self._accepted)
+        self.host_accepts_with: dict[str, Any] = {}
+
+        def accept(_worker: Any, **arguments: Any) -> Any:
+            self.host_accepts_with = arguments
+            return self._accepted
+
+        monkeypatch.setattr(DFlashWorkerV2, "_accept_block", accept)
         monkeypatch.setattr(DFlashWorkerV2, "forward_batch_generation", lambda worker, batch: batch.step())
 
     def _batch(self, slots: list[int], *, extend: bool, step: Any, mixed: bool = False, idle: bool = False) -> Any:
@@ -58,7 +65,9 @@ class Steps:
 
         self.worker.forward_batch_generation(self._batch(slots, extend=not mixed, mixed=mixed, step=step))
 
-    def verify(self, slots: list[int], prefix_lens: list[int], accept_lens: list[int], fill: float = 1.0) -> None:
+    def verify(
+        self, slots: list[int], prefix_lens: list[int], accept_lens: list[int], fill: float = 1.0, **logits: Any
+    ) -> None:
         """One draft-verify iteration: remembers what the drafts read, then commits."""
         prefix = torch.tensor(prefix_lens)
         candidates = torch.arange(len(slots) * B).view(-1, B) + 1000  # [bs, B]
@@ -68,7 +77,7 @@ class Steps:
             read = self.pool.read(torch.tensor(slots), prefix.unsqueeze(1) + torch.arange(B))
             self.drafted_from.append(read.mask.sum(dim=1))
             self._accepted = (accept, accept + 1, torch.arange(len(slots)) + 7, None, None)
-            self.worker._accept_block(candidates=candidates, prefix_lens=prefix)
+            self.worker._accept_block(candidates=candidates, prefix_lens=prefix, **logits)
             self.projected = torch.full((len(slots) * B, H), fill)
             self.worker._append_target_hidden_to_draft_kv_by_loc(commit_lens=accept + 1)
 
@@ -115,6 +124,22 @@ def test_boundary_of_a_round(steps: Steps) -> None:
     assert steps.pool.accept_len[1:4].tolist() == [0, 2, 3]
     assert steps.pool.bonus[1:4].tolist() == [7, 8, 9]
     assert steps.pool.rejected[1:3].tolist() == [1001, 1007]
+
+
+@pytest.mark.parametrize("is_all_greedy", [True, False])
+def test_stale_tokens_are_the_targets_own(monkeypatch: pytest.MonkeyPatch, is_all_greedy: bool) -> None:
+    """The stored token of every row is the target's top-1, whether the batch samples or not; and a batch that samples
+    never hands it to the host, which would then accept greedily."""
+    steps = Steps(monkeypatch, stale_token=True)
+    logits = torch.randn(2 * B, 9)
+    steps.verify([1, 2], [10, 20], [0, 2], next_token_logits=logits,
+                 sampling_info=SimpleNamespace(is_all_greedy=is_all_greedy))  # fmt: skip
+    assert steps.pool.stale is not None
+    assert torch.equal(steps.pool.stale[1:3], logits.argmax(-1).view(2, B))
+    assert ("target_predict" in steps.host_accepts_with) == is_all_greedy
+    given = torch.arange(2 * B)
+    steps.verify([1, 2], [11, 23], [0, 0], target_predict=given, next_token_logits=None, sampling_info=None)
+    assert torch.equal(steps.pool.stale[1:3].flatten(), given)
 
 
 def test_planted_state_reaches_no_other_request(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:

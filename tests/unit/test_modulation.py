@@ -37,6 +37,19 @@ def test_equals_the_unsplit_formula(activation: str, function) -> None:
             torch.testing.assert_close(relay(hidden, bonus, rejected)[r, i], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_stale_token_is_one_more_input_of_the_first_linear() -> None:
+    """Catches the stale embedding read from the state's columns, or the boundary's part moved by it."""
+    torch.manual_seed(0)
+    relay = RelayModulation(H, W, stale_token=True)
+    for parameter in relay.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, bonus, rejected, stale = torch.randn(3, 5, H), torch.randn(3, H), torch.randn(3, H), torch.randn(3, 5, H)
+    per_row = (t[:, None].expand(-1, 5, -1) for t in (bonus, rejected))
+    both = relay.relay_mlp(torch.cat((*per_row, hidden, stale), dim=-1))
+    expected = both[..., :H] * relay.relay_norm(hidden) + both[..., H:]
+    torch.testing.assert_close(relay(hidden, bonus, rejected, stale), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_starts_as_nothing() -> None:
     """A converted drafter must decode exactly as DFLASH: the initial relay adds exact zeros."""
     relay = RelayModulation(H, W)

@@ -11,7 +11,7 @@ from sglang_dflow.relay.pool import RelayPool, RelayStats, VerifiedBlock
 B, H, ROWS = 8, 4, 5
 
 
-def _pool(source: RelaySource = RelaySource.FIRST_REJECTION) -> RelayPool:
+def _pool(source: RelaySource = RelaySource.FIRST_REJECTION, *, stale_token: bool = False) -> RelayPool:
     return RelayPool(
         num_rows=ROWS,
         block_size=B,
@@ -19,6 +19,7 @@ def _pool(source: RelaySource = RelaySource.FIRST_REJECTION) -> RelayPool:
         rule=RelayRule.of(source, shift_label=False),
         dtype=torch.float32,
         device="cpu",
+        stale_token=stale_token,
     )
 
 
@@ -50,6 +51,18 @@ def test_reads_back_what_the_same_request_stored() -> None:
     assert read.mask.tolist() == [[True] * 7, [True] * 5 + [False] * 2]
     assert read.hidden[0, :, 0].tolist() == [B + j for j in range(1, 8)]
     assert read.hidden[1, :5, 0].tolist() == [3, 4, 5, 6, 7]
+
+
+def test_stale_tokens_travel_with_their_states() -> None:
+    """Catches a stale token taken from the row that is drafted instead of the row that its state comes from."""
+    pool = _pool(stale_token=True)
+    tokens = torch.arange(2 * B).view(2, B) + 1000
+    pool.store(torch.tensor([3, 1]), _block([2, 0], [10, 50])._replace(stale=tokens))
+    read = pool.read(torch.tensor([1, 3]), _positions([51, 13]))
+    assert read.stale is not None
+    assert read.stale[0].tolist() == [1000 + B + j for j in range(1, 8)]
+    assert read.stale[1, :5].tolist() == [1000 + j for j in range(3, 8)]
+    assert pool.nbytes - _pool().nbytes == ROWS * B * 8
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflow.demo import DEMO_DRAFTER
+from sglang_dflow.inspect_checkpoint import inspect_checkpoint
 from sglang_dflow.training.convert import convert_dflash_to_dflow, main, strip_relay
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
+from tests.unit.test_inspect_checkpoint import shard
 
 
 @pytest.fixture
@@ -90,3 +94,76 @@ def test_command_line(dflash: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert load_file(tmp_path / "a/model.safetensors")["relay_mlp.0.bias"].shape == (7,)
     assert "relay_mlp.0.bias" not in load_file(tmp_path / "b/model.safetensors")
     assert str(tmp_path / "b") in capsys.readouterr().out
+
+
+def _with_head(dflash: Path, architecture: str, fields: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+    config = json.loads((dflash / "config.json").read_text())
+    config["architectures"] = [architecture]
+    config["dflash_config"] |= fields
+    (dflash / "config.json").write_text(json.dumps(config))
+    save_file(load_file(dflash / "model.safetensors") | tensors, dflash / "model.safetensors")
+
+
+DOMINO = {
+    "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 6, "emb_dim": 5,
+}  # fmt: skip
+
+
+def _domino_tensors() -> dict[str, torch.Tensor]:
+    shapes = {"prefix_gru.weight_ih_l0": (18, 16), "prefix_gru.weight_hh_l0": (18, 6), "embed_proj.0.weight": (5, 22)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()} | {"embed_proj.2.weight": torch.randn(50, 5)}
+
+
+HEADS = {
+    "Domino": ("DFlashDraftModel", "DFlowDraftModel", DOMINO, _domino_tensors()),
+    "DFlash2": (
+        "DFlash2DraftModel", "DFlow2DraftModel", {"selector_rank": 2, "selector_top_k": 4},
+        {"candidate_selector.state.weight": torch.randn(2, 16).half()},
+    ),
+}  # fmt: skip
+
+
+def _bytes(directory: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    return {
+        name: (tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+def test_heads_and_shards_survive_the_round_trip(dflash: Path, tmp_path: Path, head: str, sharded: bool) -> None:
+    """Catches a head that is dropped or cast, shards of which one is lost, and an index that names files no more."""
+    before, after, fields, tensors = HEADS[head]
+    _with_head(dflash, before, fields, tensors)
+    if sharded:
+        shard(dflash)
+    original, config = _bytes(dflash), json.loads((dflash / "config.json").read_text())
+    assert original.keys() >= tensors.keys()
+    dflow = convert_dflash_to_dflow(dflash, tmp_path / "dflow")
+    found = inspect_checkpoint(dflow)
+    assert (found.family, found.problems, found.fields["architectures"]) == (head, (), [after])
+    assert original.items() <= _bytes(dflow).items()
+    assert [file.name for file in dflow.glob("*safetensors*")] == ["model.safetensors"]
+    back = strip_relay(dflow, tmp_path / "back")
+    assert _bytes(back) == original
+    assert json.loads((back / "config.json").read_text()) == config
+
+
+def test_stale_token_widens_the_first_layer(dflash: Path, tmp_path: Path) -> None:
+    """Catches a field without the tensor that belongs to it."""
+    assert main([str(dflash), str(tmp_path / "a"), "--relay-stale-token"]) == 0
+    assert load_file(tmp_path / "a/model.safetensors")["relay_mlp.0.weight"].shape == (16, 64)
+    assert json.loads((tmp_path / "a/config.json").read_text())["dflow_config"]["relay_stale_token"] is True
+
+
+def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing source, and a directory without weights, end in one line and exit status 1."""
+    assert main([str(tmp_path / "nothing/at/all"), str(tmp_path / "x")]) == 1
+    assert "expected a checkpoint directory or a hub id" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    shutil.copy(DEMO_DRAFTER / "config.json", tmp_path / "empty")
+    assert main([str(tmp_path / "empty"), str(tmp_path / "x"), "--strip"]) == 1
+    assert "holds neither model.safetensors nor" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -9,7 +9,7 @@ from sglang_dflow.training.data import generate_batch, loop_start
 from sglang_dflow.training.dataset import Sample, collate
 from sglang_dflow.training.drafter import Drafter
 from sglang_dflow.training.evaluate import replay
-from sglang_dflow.training.rollout import make_rollout, next_round, verification_mask, verify_packed
+from sglang_dflow.training.rollout import judge, make_rollout, next_round, verification_mask, verify_packed
 from sglang_dflow.training.target import Target, causal_attend
 from tests.unit.training_toys import toy_drafter, toy_samples, toy_target, trajectory_of
 
@@ -112,12 +112,13 @@ def test_packed_verification_equals_one_block_at_a_time() -> None:
     sample = toy_samples(target, 1)[0]
     anchors = torch.tensor([sample.prompt_len, sample.prompt_len + 4])
     proposals = torch.randint(3, 30, (2, 4))
-    packed = verify_packed(target, sample.tokens, anchors, proposals)
+    packed = verify_packed(target, sample.tokens, anchors, proposals, with_top1=True)
     for row, anchor in enumerate(anchors.tolist()):
         ids = torch.cat([sample.tokens[:anchor], proposals[row]])[None]
         alone = target.forward(ids, torch.arange(ids.shape[1])[None], causal_attend(target.shape), capture=True)
         assert alone.captured is not None
-        assert torch.allclose(packed[row], alone.captured[0, anchor:], atol=1e-5)
+        assert torch.allclose(packed.captured[row], alone.captured[0, anchor:], atol=1e-5)
+        assert torch.equal(packed.top1[row], target.logits(alone.hidden[0, anchor:]).argmax(-1))
 
 
 def test_rollout_boundary_and_next_round() -> None:
@@ -125,9 +126,13 @@ def test_rollout_boundary_and_next_round() -> None:
     row t of the next block is that of row t + a of the verified one."""
     target = toy_target()
     drafter, sample = toy_drafter(target), toy_samples(target, 1)[0]
-    generator = torch.Generator().manual_seed(0)
-    rollout = make_rollout(drafter, target, sample, 6, generator)
     block = drafter.config.block_size
+    anchors = torch.arange(sample.prompt_len, sample.prompt_len + 6)
+    noise = torch.randint(3, 30, (6, block), generator=torch.Generator().manual_seed(0))
+    text = sample.tokens[anchors[:, None] + torch.arange(block)]
+    # The first n rows of block n are right, so that every accepted length occurs.
+    blocks = torch.where(torch.arange(block) <= torch.arange(6)[:, None], text, noise)
+    rollout = judge(toy_drafter(target, relay_hidden_size=8), target, sample.tokens, anchors, blocks)
     for anchor, proposals, a in zip(rollout.anchors.tolist(), rollout.proposals, rollout.accept_len.tolist()):
         text = sample.tokens[anchor : anchor + block]
         assert torch.equal(proposals[: a + 1], text[: a + 1])
@@ -142,6 +147,10 @@ def test_rollout_boundary_and_next_round() -> None:
         assert relayed.mask[i].tolist() == [1 <= t <= block - 1 - a for t in range(block)]
         for t in range(1, block - a):
             assert torch.equal(relayed.states[i, t], rollout.states[origin, t + a])
+    assert set(rollout.accept_len.tolist()) >= {0, 1, 2, 3}
+    generator = torch.Generator().manual_seed(0)
+    chain = make_rollout(drafter, target, sample, 6, 3, rule, generator, relay=False)
+    assert len(chain) > 1 and all(len(after.anchors) <= len(before.anchors) for before, after in zip(chain, chain[1:]))
 
 
 def _follows(rollout: object, n: int, anchor: int, rejected: torch.Tensor) -> bool:

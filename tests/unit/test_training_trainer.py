@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_dflow.training.dataset import Sample, epoch_batches, split_held_out
-from sglang_dflow.training.recipe import Recipe
+from sglang_dflow.training.recipe import METHODS, Recipe
 from sglang_dflow.training.trainer import Trainer, learning_rate_factor
 from tests.unit.training_toys import toy_samples, toy_target
 
@@ -20,6 +20,7 @@ def _recipe(run_dir: Path, **fields: Any) -> Recipe:
         "target": "", "answers": [], "run_dir": str(run_dir), "num_layers": 2, "source_layers": [2, 3],
         "target_layer_ids": [0, 2], "block_size": 4, "mask_token_id": 1, "sequences": 2, "anchors": 3,
         "relayed_anchors": 3, "rollout_anchors": 6, "rollout_sequences": 8, "relay_hidden_size": 8, "steps": 6,
+        "gru_hidden_dim": 4, "emb_dim": 4,
         "warmup_steps": 1, "frequent_tokens": 20, "negatives": 5, "held_out": 3, "eval_steps": 100,
         "checkpoint_steps": 100,
     }  # fmt: skip
@@ -36,18 +37,19 @@ def _silent(_line: str) -> None:
     return None
 
 
-@pytest.mark.parametrize("method", ["dflash", "dflow"])
+@pytest.mark.parametrize("method", METHODS)
 def test_resume_is_exact(tmp_path: Path, samples: list[Sample], method: str) -> None:
     """Catches a checkpoint that forgets optimiser state, data position, random state or rollouts."""
-    straight = Trainer(_recipe(tmp_path / "a", method=method), toy_target(), samples, _silent)
+    recipe = _recipe(tmp_path / "a", method=method, relay_stale_token=True)
+    straight = Trainer(recipe, toy_target(), samples, _silent)
     straight.run()
-    first = Trainer(_recipe(tmp_path / "b", method=method), toy_target(), samples, _silent)
-    if method == "dflow":
+    first = Trainer(_recipe(tmp_path / "b", method=method, relay_stale_token=True), toy_target(), samples, _silent)
+    if recipe.has_rounds:
         first.refresh_rollouts()
     for _ in range(3):
         first.train_step()
     first.save_checkpoint()
-    second = Trainer(_recipe(tmp_path / "b", method=method), toy_target(), samples, _silent)
+    second = Trainer(_recipe(tmp_path / "b", method=method, relay_stale_token=True), toy_target(), samples, _silent)
     assert second.resume() and second.step == 3
     second.run()
     for (name, expected), actual in zip(straight.drafter.state_dict().items(), second.drafter.state_dict().values()):
@@ -59,11 +61,28 @@ def test_training_lowers_the_loss(tmp_path: Path, samples: list[Sample]) -> None
     trainer = Trainer(_recipe(tmp_path / "c", method="dflow", steps=30, held_out=1000), toy_target(), samples, _silent)
     trainer.refresh_rollouts()
     results = [trainer.train_step() for _ in range(30)]
-    for number in range(2):
+    for number in range(3):
         losses = [result.losses[number] for result in results if number < len(result.losses)]
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert trainer.drafter.relay is not None
     assert trainer.drafter.relay.relay_mlp[2].weight.abs().max() > 0
+
+
+@pytest.mark.parametrize("method", ["dflow", "domino-dflow"])
+def test_warm_start_keeps_moments_with_their_parameters(tmp_path: Path, samples: list[Sample], method: str) -> None:
+    """Catches moments that move to other parameters when a relay or a head adds some."""
+    first = Trainer(_recipe(tmp_path / "f", method="dflash"), toy_target(), samples, _silent)
+    first.train_step()
+    first.save_checkpoint()
+    second = Trainer(_recipe(tmp_path / "g", method=method), toy_target(), samples, _silent)
+    second.warm_start(tmp_path / "f" / "checkpoint.pt")
+    new = dict(second.drafter.named_parameters())
+    for name, parameter in first.drafter.named_parameters():
+        assert torch.equal(parameter, new[name])
+        moments = [trainer.optimizer.state[p] for trainer, p in ((first, parameter), (second, new[name]))]
+        assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"]), name
+    fresh = [name for name in new if name.startswith(("relay.", "domino."))]
+    assert fresh and not any(second.optimizer.state.get(new[name]) for name in fresh)
 
 
 def test_schedule() -> None:

@@ -62,3 +62,34 @@ def toy_samples(target: Target, count: int) -> list[Sample]:
         assert full.captured is not None
         samples.append(Sample(f"toy/{index}", "toy", tokens, len(prompt), full.captured[0, :-1]))
     return samples
+
+
+class ToyTokenizer:
+    """A tokenizer of the toy target's 40 ids; texts it was shown by ``remember`` come back from ``decode``."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[int, ...], str] = {}
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
+        """Roles by their first letter, one message a line."""
+        assert not tokenize
+        text = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
+        return text + ("a:" if add_generation_prompt else "")
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """One token a character."""
+        assert not add_special_tokens
+        return {"input_ids": [3 + ord(character) % 37 for character in text]}
+
+    def remember(self, text: str) -> list[int]:
+        """Ids that ``decode`` turns into ``text``."""
+        ids = [3 + len(self._texts) // 30, 3 + len(self._texts) % 30, *([5] * len(text))]
+        self._texts[tuple(ids)] = text
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """A remembered text, else one letter a token."""
+        assert skip_special_tokens
+        return self._texts.get(tuple(ids), "".join(chr(61 + token) for token in ids))
