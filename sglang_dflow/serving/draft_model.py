@@ -11,17 +11,16 @@ Registered by name in the host's `ModelRegistry`; the classes' names are the arc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
 
 from sglang_dflow.config import RELAY_PREFIXES, DFlowConfig, raise_problems, tensor_problems
+from sglang_dflow.relay.draft_input import EmbedTokens, relayed_input
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool
-
-EmbedTokens = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RelayMixin:
@@ -81,19 +80,10 @@ class RelayMixin:
     ) -> torch.Tensor:
         pool, embed_tokens = self._pool, self._embed_tokens
         assert pool is not None and embed_tokens is not None
-        bs, block_size = req_pool_indices.shape[0], pool.block_size
-        blocks = input_embeds.view(bs, block_size, -1)  # [bs, B, H]
-        first_row = pool.rule.first_row
-        read = pool.read(req_pool_indices, positions.view(bs, block_size))  # R = B - first_row
-        # One lookup for all tokens that the relay reads: under tensor parallelism each is a collective.
-        tokens = [read.bonus, read.rejected] + ([] if read.stale is None else [read.stale.flatten()])
-        bonus, rejected, *stale = embed_tokens(torch.cat(tokens)).to(blocks.dtype).split([len(ids) for ids in tokens])
-        stale = [part.view(read.hidden.shape) for part in stale]  # [bs, R, H]
-        delta = self.relay(read.hidden, bonus, rejected, *stale)  # [bs, R, H]
-        masks = blocks[:, first_row:]  # [bs, R, H]
-        # `where`, not a product: a row without relay keeps its bits whatever its source row holds (I5).
-        relayed = torch.where(read.mask.unsqueeze(-1), masks + delta, masks)  # [bs, R, H]
-        return torch.cat((blocks[:, :first_row], relayed), dim=1).view(input_embeds.shape)
+        shape = (req_pool_indices.shape[0], pool.block_size)
+        blocks = input_embeds.view(*shape, -1)  # [bs, B, H]
+        blocks = relayed_input(pool, self.relay, embed_tokens, req_pool_indices, positions.view(shape), blocks)
+        return blocks.view(input_embeds.shape)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the drafter's tensors by the host's rules and the relay's by ours.

@@ -24,8 +24,9 @@ from sglang.srt.speculative.dflash_worker_v2 import (
     _resolve_dflash_embedding_module,
 )
 
+from sglang_dflow.relay.draft_input import EmbedTokens
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
-from sglang_dflow.serving.draft_model import EmbedTokens, RelayMixin
+from sglang_dflow.serving.draft_model import RelayMixin
 from sglang_dflow.serving.settings import RelaySettings
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
+from sglang_dflow.relay.draft_input import relayed_input
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 
@@ -20,32 +22,33 @@ pytestmark = [
 B, H, W, ROWS, BS = 16, 2560, 640, 9, 4
 
 
-def _relayed(pool: RelayPool, relay: RelayModulation, table: torch.Tensor, indices, positions, masks) -> torch.Tensor:
-    read = pool.read(indices, positions)
-    delta = relay(read.hidden, table[read.bonus], table[read.rejected])
-    return torch.where(read.mask.unsqueeze(-1), masks + delta, masks)
-
-
+@pytest.mark.parametrize("stale_token", [False, True])
 @torch.no_grad()
-def test_replay_sees_new_pool_contents() -> None:
+def test_replay_sees_new_pool_contents(stale_token: bool) -> None:
     """Catches a baked index, a reallocation, a host read (which breaks the capture)."""
     torch.manual_seed(0)
     rule = RelayRule.of(RelaySource.SUFFIX, shift_label=False)
-    pool = RelayPool(num_rows=ROWS, block_size=B, hidden_size=H, rule=rule, dtype=torch.bfloat16, device="cuda")
-    relay = RelayModulation(H, W).to("cuda", torch.bfloat16)
+    dtype = torch.bfloat16
+    pool = RelayPool(
+        num_rows=ROWS, block_size=B, hidden_size=H, rule=rule, dtype=dtype, device="cuda", stale_token=stale_token
+    )
+    relay = RelayModulation(H, W, stale_token=stale_token).to("cuda", torch.bfloat16)
     torch.nn.init.normal_(relay.relay_mlp[2].weight, std=0.02)
     table = torch.randn(1000, H, device="cuda", dtype=torch.bfloat16)
     indices = torch.zeros(BS, dtype=torch.int64, device="cuda")
     positions = torch.zeros(BS, B, dtype=torch.int64, device="cuda")
-    masks = torch.randn(BS, B - rule.first_row, H, device="cuda", dtype=torch.bfloat16)
+    masks = torch.randn(BS, B, H, device="cuda", dtype=torch.bfloat16)
+
+    def relayed() -> torch.Tensor:
+        return relayed_input(pool, relay, lambda ids: F.embedding(ids, table), indices, positions, masks)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        _relayed(pool, relay, table, indices, positions, masks)
+        relayed()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = _relayed(pool, relay, table, indices, positions, masks)
+        out = relayed()
 
     for trial in range(4):
         accept = torch.randint(0, B, (BS - 1,), device="cuda")
@@ -57,11 +60,12 @@ def test_replay_sees_new_pool_contents() -> None:
             next_prefix_len=prefix + accept + 1,
             bonus=torch.randint(0, 1000, (BS - 1,), device="cuda"),
             rejected=torch.randint(0, 1000, (BS - 1,), device="cuda"),
+            stale=torch.randint(0, 1000, (BS - 1, B), device="cuda"),
         )
         pool.store(slots, block)
         indices[: BS - 1].copy_(slots)  # the last row is padding and stays 0
         positions[: BS - 1].copy_(block.next_prefix_len.unsqueeze(1) + torch.arange(B, device="cuda"))
         graph.replay()
-        expected = _relayed(pool, relay, table, indices, positions, masks)
+        expected = relayed()
         assert torch.equal(out, expected), trial
         assert torch.equal(out[-1], masks[-1])

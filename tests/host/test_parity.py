@@ -40,8 +40,10 @@ LOGITS_TOLERANCE = 1e-4
 # bf16: a position is decided if fp32 arithmetic on the same weights and inputs separates its two best tokens by three
 # bf16 steps of the logit or more (0.375 at 16 to 32). A Domino logit is rounded three times (base, correction, sum), by
 # half a step each, so rounding the logits of two tokens alone can make or undo that much. Undecided positions cannot
-# agree by right: the *server's own* bf16 gives fp32's top-1 on 95 to 97 % of all positions only.
-DECIDED_STEPS, TOP1_SHARE, RAW_TOP1_SHARE = 3, 0.995, 0.9
+# agree by right: the *server's own* bf16 gives fp32's top-1 on 95 to 97 % of all positions only. The share is asked of
+# all cases together, with a floor for each: in one case the limit would be four positions, and a random Domino head
+# amplifies the drafter's rounding more than a trained one.
+DECIDED_STEPS, TOP1_SHARE, CASE_TOP1_SHARE, RAW_TOP1_SHARE = 3, 0.995, 0.985, 0.93
 BLOCKS = {torch.float32: 16, torch.bfloat16: 192}  # an eighth is accepted in full and drops out
 REPOSITORY = Path(__file__).parents[2]
 
@@ -299,13 +301,19 @@ def test_fp32_logits(compared: Any, case: Case) -> None:
     assert torch.equal(trained.proposals, served["proposals"])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bf16_top1(compared: Any, case: Case) -> None:
+def test_bf16_top1(compared: Any) -> None:
     """Catches a difference of precision: something rounded on one side that the other keeps in fp32."""
-    trained, served = compared(f"bf16-{case.name}")
-    _check_relay(case, trained, served)
-    same, decided = trained.argmax == served["argmax"], trained.decided  # [A, B - 1]
-    assert decided is not None and int(decided.sum()) > 500
-    shares = float(same[decided].float().mean()), float(same.float().mean())
-    print(f"{case.name}: same top-1 {shares[0]:.4f} of {int(decided.sum())} decided, {shares[1]:.4f} of {same.numel()}")
-    assert shares[0] >= TOP1_SHARE and shares[1] >= RAW_TOP1_SHARE
+    agreeing = counted = 0
+    for case in CASES:
+        if case.shipped and _cached_target() is None:
+            continue
+        trained, served = compared(f"bf16-{case.name}")
+        _check_relay(case, trained, served)
+        same, decided = trained.argmax == served["argmax"], trained.decided  # [A, B - 1]
+        assert decided is not None and int(decided.sum()) > 500
+        share, raw = float(same[decided].float().mean()), float(same.float().mean())
+        print(f"{case.name}: same top-1 {share:.4f} of {int(decided.sum())} decided, {raw:.4f} of {same.numel()}")
+        assert share >= CASE_TOP1_SHARE and raw >= RAW_TOP1_SHARE, case.name
+        agreeing, counted = agreeing + int(same[decided].sum()), counted + int(decided.sum())
+    print(f"together: same top-1 {agreeing / counted:.4f} of {counted} decided")
+    assert agreeing / counted >= TOP1_SHARE

@@ -150,7 +150,8 @@ def test_rollout_boundary_and_next_round() -> None:
     assert set(rollout.accept_len.tolist()) >= {0, 1, 2, 3}
     generator = torch.Generator().manual_seed(0)
     chain = make_rollout(drafter, target, sample, 6, 3, rule, generator, relay=False)
-    assert len(chain) > 1 and all(len(after.anchors) <= len(before.anchors) for before, after in zip(chain, chain[1:]))
+    counts = [len(item.anchors) for item in chain]
+    assert len(counts) > 1 and counts == sorted(counts, reverse=True)
 
 
 def _follows(rollout: object, n: int, anchor: int, rejected: torch.Tensor) -> bool:
