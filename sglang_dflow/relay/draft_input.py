@@ -1,8 +1,7 @@
 """The drafter's input rows with the relay in them.
 
 Owns one function: from the pool and a draft batch's absolute positions to the rows that the drafter is fed. Tensor
-operations on static storage only, so that a CUDA graph captures it: nothing is read on the host, nothing branches on the
-contents of a tensor.
+operations on static storage only, so that a CUDA graph captures it: no host read, no branch on a tensor's contents.
 """
 
 from __future__ import annotations
