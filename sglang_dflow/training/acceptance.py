@@ -139,7 +139,7 @@ def summarise(
 
     The ratio of the mean is the ratio of the two mean taus.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     names = list(next(iter(sets.values())))
     by_set: dict[str, Summary] = {}
     taus: list[torch.Tensor] = []  # [arms] each

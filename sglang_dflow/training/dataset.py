@@ -127,7 +127,7 @@ def sample_anchors(batch: Batch, count: int, generator: torch.Generator) -> torc
     rows = []
     for start, end in zip(batch.prompt_lens.tolist(), batch.lengths.tolist()):
         positions = torch.arange(start, max(end - 1, start + 1))
-        order = torch.randperm(len(positions), generator=generator)
+        order = torch.randperm(len(positions), generator=generator, device="cpu").to(positions.device)
         rows.append(positions[order.repeat(-(-count // len(order)))[:count]].sort().values)
     return torch.stack(rows)
 

@@ -56,7 +56,7 @@ def sampled_vocabulary(
     bias = torch.zeros(head.shape[0])
     if negatives and len(rest):
         count = min(negatives, len(rest))
-        chosen = rest[torch.randperm(len(rest), generator=generator)[:count]]
+        chosen = rest[torch.randperm(len(rest), generator=generator, device="cpu")[:count].to(rest.device)]
         present[chosen] = True
         bias[chosen] = torch.log(torch.tensor(len(rest) / count))
     ids = torch.nonzero(present).flatten()

@@ -155,7 +155,7 @@ class Trainer:
         with torch.no_grad():
             hidden = drafter.project(sample.captured.to(self.target.dtype)).float()
         embed = self.target.embed(sample.tokens).float()
-        generator = torch.Generator().manual_seed(self.recipe.seed)
+        generator = torch.Generator("cpu").manual_seed(self.recipe.seed)
         scales = (float(t.pow(2).mean().sqrt()) for t in (hidden, embed))
         scale_relay_inputs(drafter.relay, *scales, generator)
 
@@ -190,7 +190,7 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimiser step."""
         recipe = self.recipe
-        generator = torch.Generator().manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
+        generator = torch.Generator("cpu").manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
         relaying = self.rollouts is not None and self.step % 2 == 1
         batch = self._batch(recipe.sequences, relaying)
         extra = recipe.rounds * recipe.relayed_anchors if self.rollouts is not None and not relaying else 0
@@ -313,13 +313,13 @@ class Trainer:
     def _rollouts(self) -> Iterator[tuple[int, list[Relayed]]]:
         recipe = self.recipe
         seed = (recipe.seed << 32) + 7919 * (self.step + 1)
-        order = torch.randperm(len(self.train_set), generator=torch.Generator().manual_seed(seed), device="cpu")
+        order = torch.randperm(len(self.train_set), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         own = order[: recipe.rollout_sequences].tolist()[self.rank :: self.world]
         started, count = time.monotonic(), [0] * recipe.rounds
         for number, index in enumerate(own):
             chain = make_rollout(
                 self.drafter, self.target, self.train_set[index], recipe.rollout_anchors, recipe.rounds, self.rule,
-                torch.Generator().manual_seed(seed + index + 1),
+                torch.Generator("cpu").manual_seed(seed + index + 1),
                 relay=recipe.has_relay, teacher_forced=not recipe.online_rollout,
             )  # fmt: skip
             if chain:
