@@ -29,7 +29,7 @@ CONTEXTS = (
     "The capital city of the United",
     "import numpy as np\nimport matplotlib.pyplot as",
 )
-DRAWS_PER_CONTEXT = 768
+DRAWS_PER_CONTEXT = 704
 DRAWS_PER_REQUEST = 64
 MIN_DRAWS = 40  # of a conditional distribution that is worth testing
 MIN_EXPECTED = 5.0  # per bin, the usual condition of the chi-square approximation
@@ -134,6 +134,6 @@ def test_sampled_tokens_fit_the_target(target: Path, drafter: Path, tokenizer: A
 def test_a_broken_verifier_is_noticed(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
     """The same draws from a server that verifies sampled requests greedily: the fit must fail."""
     with Server(_spec(target, drafter, {"greedy_verify": True})) as server:
-        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT // 6)
+        fit = _fit_all(server, tokenizer, model, draws=2 * DRAWS_PER_REQUEST)
     print(fit, fit.p_value)
     assert fit.p_value < 1e-6
