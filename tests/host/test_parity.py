@@ -65,7 +65,9 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(source, shift) for shift in (None, False, True) for source in (None, "suffix", "first_rejection")),
+    *(Case(source, shift) for shift in (None, False) for source in (None, "suffix", "first_rejection")),
+    # With shift_label both rules relay the same rows; the suffix case below has the stale token, too.
+    *(Case(source, True) for source in (None, "first_rejection")),
     Case("first_rejection", None, stale=True),
     Case("suffix", True, stale=True),
     Case(shipped=True),
