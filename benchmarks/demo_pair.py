@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 from benchmarks.arms import make_arms
 from sglang_dflow.demo import DEMO_DRAFTER
 from sglang_dflow.demo_model import ensure_demo_target
 from sglang_dflow.prompts import varied_prompts
+from sglang_dflow.provenance import git_commit, machine, versions
 from sglang_dflow.server import Server
 from sglang_dflow.verify import Completion, generate_all, mean_tau
 
@@ -75,18 +73,6 @@ def measure(server: Server, arm: str, prompts_ids: list[list[int]], args: argpar
     return points
 
 
-def _git_sha() -> str:
-    run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all arms; exit status 1 if their outputs differ."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_pair", description=(__doc__ or "").splitlines()[0])
@@ -118,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "points": [asdict(point) for point in points],
         "outputs_equal": equal,
         "prompts": PROMPTS,
-        "git_sha": _git_sha(),
-        "hardware": _cpu_name(),
-        "versions": {name: metadata.version(name) for name in ("sglang", "torch", "sglang-dflow")},
+        "git_commit": git_commit(),
+        "machine": machine(),
+        "versions": versions(),
         "argv": sys.argv[1:] if argv is None else list(argv),
     }
     print(json.dumps(report), flush=True)

@@ -11,12 +11,11 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflow import __version__
 from sglang_dflow.prompts import Prompt, demo_prompts, read_prompts
+from sglang_dflow.provenance import versions
 from sglang_dflow.server import Server, ServerSpec, relay_state, set_relay
 from sglang_dflow.verify import Completion, generate_all, mean_tau
 
@@ -74,11 +73,6 @@ def run_arm(url: str, prompts_ids: Sequence[Sequence[int]], *, relay: bool, max_
     return RelayArm(answers=answers, hit_rate=relayed / eligible if eligible else 0.0)
 
 
-def _versions() -> dict[str, str]:
-    names = ("sglang", "torch", "transformers")
-    return {"sglang-dflow": __version__, **{name: metadata.version(name) for name in names}}
-
-
 def _report(on: RelayArm, off: RelayArm) -> dict[str, Any]:
     tau_on, tau_off = mean_tau(on.answers), mean_tau(off.answers)
     equal = [a.output_ids for a in on.answers] == [b.output_ids for b in off.answers]
@@ -101,7 +95,7 @@ def _report(on: RelayArm, off: RelayArm) -> dict[str, Any]:
         "relay_hit_rate": round(on.hit_rate, 4),
         "tokens": tokens,
         "prompts": len(on.answers),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_dflow.arguments import positive_int
 from sglang_dflow.prompts import Prompt, read_prompts, varied_prompts
 from sglang_dflow.server import Server, ServerSpec, post, server_info
 
@@ -154,13 +155,6 @@ def token_logprobs(url: str, prefix: Sequence[int], tokens: Sequence[int]) -> li
     return [by_token[token] for token in tokens]
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-dflow verify",
@@ -171,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="a running server with DFLOW, instead of --model and --drafter")
     parser.add_argument("--baseline-url", help="a running server without speculation")
     parser.add_argument("--prompts", type=Path, help="prompt file (default: 64 built-in prompts)")
-    parser.add_argument("--limit", type=_positive, help="use only the first N prompts")
+    parser.add_argument("--limit", type=positive_int, help="use only the first N prompts")
     parser.add_argument("--concurrency", default="1,8,32", help="comma-separated (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="of the servers started here (default: %(default)s)")

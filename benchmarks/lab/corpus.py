@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflow.training.data import BOXED, read_answers, read_turns
+from sglang_dflow.training.data import read_answers
+from sglang_dflow.training.prompts import BOXED, read_turns
 
 PARTS = ("target", "drafter", "eval")
 EVAL_PERCENT, DRAFTER_PERCENT = 4, 20  # of prompts; the rest trains the target

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.lab import corpus
-from sglang_dflow.training.data import chat_ids, generate_batch, read_turns
+from sglang_dflow.training.generate import generate_batch
+from sglang_dflow.training.prompts import chat_ids, read_turns
 from sglang_dflow.training.target import Target
 
 BEGIN, ANSWER, END, MASK = "<|begin|>", "<|answer|>", "<|end|>", "<|mask|>"  # ids 0..3; MASK is the drafter's

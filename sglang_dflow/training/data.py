@@ -28,12 +28,8 @@ from sglang_dflow.training.generate import (
     Generated,
     LocalGenerate,
     Sampling,
-    cut_loop,
-    generate_batch,
-    loop_start,
 )
 from sglang_dflow.training.prompts import (
-    BOXED,
     SEEDS,
     Conversation,
     Log,
@@ -43,15 +39,9 @@ from sglang_dflow.training.prompts import (
     answer_id,
     chat_ids,
     collect,
-    read_turns,
 )
 from sglang_dflow.training.states import StateWriter, capture_each, check_room, states_dir
 from sglang_dflow.training.target import Target
-
-__all__ = [
-    "BOXED", "SEEDS", "Answer", "Generated", "Prompt", "Sampling", "answer_conversations", "answer_prompts",
-    "chat_ids", "cut_loop", "generate_batch", "loop_start", "read_answers", "read_turns", "state_rows",
-]  # fmt: skip
 
 GREEDY = Sampling()
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from sglang_dflow.arguments import positive_int
 from sglang_dflow.checkpoint_files import locate
 from sglang_dflow.prompts import Prompt
+from sglang_dflow.provenance import git_commit, versions
 from sglang_dflow.training.acceptance import Acceptance, ArmSummary, Interval, RatioSummary, Summary, summarise
 from sglang_dflow.training.answers import fingerprint, target_answers
 from sglang_dflow.training.dataset import Sample
@@ -30,8 +30,6 @@ from sglang_dflow.training.prompt_sets import PUBLIC_SETS, load_prompts
 from sglang_dflow.training.replay import replay
 from sglang_dflow.training.served import ServedDrafter
 from sglang_dflow.training.target import Target
-
-__all__ = ["Acceptance", "main", "replay"]
 
 
 def _log(line: str) -> None:
@@ -205,29 +203,7 @@ def _record(summary: Summary, measured: dict[str, Acceptance] | None) -> dict[st
     return record
 
 
-def _git_sha() -> str | None:
-    """The commit that this file belongs to; None outside a checkout."""
-    here = Path(__file__)
-    argv = ["git", "-C", str(here.parent), "log", "-1", "--format=%H", "HEAD", "--", here.name]
-    tracked = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
-    if not tracked:  # an installed copy inside somebody else's checkout
-        return None
-    run = subprocess.run([*argv[:3], "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return run.stdout.strip() or None
-
-
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("torch", "transformers", "sglang", "sglang-dflow")}
-
-
 # --- the command -----------------------------------------------------------------------------------------
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,13 +215,13 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", nargs="+", required=True, metavar="SET",
         help=f'files of JSON lines {{"id", "turns"}}, or names: {", ".join(PUBLIC_SETS)}',
     )  # fmt: skip
-    parser.add_argument("--limit", type=_positive, default=40, help="prompts per set (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="per answer (default: %(default)s)")
+    parser.add_argument("--limit", type=positive_int, default=40, help="prompts per set (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=256, help="per answer (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default); no top-k, no top-p")
     parser.add_argument("--relay", choices=["on", "off", "both"], default="both", help="arms (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampled answers and of the bootstrap")
-    parser.add_argument("--concurrency", type=_positive, default=8, help="requests at a time, with --server")
-    parser.add_argument("--batch-size", type=_positive, default=32, help="conversations in lockstep, in process")
+    parser.add_argument("--concurrency", type=positive_int, default=8, help="requests at a time, with --server")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="conversations in lockstep, in process")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="in process")
     parser.add_argument("--cache", type=Path, default=Path("runs/eval"), help="where the target's answers are kept")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="in process")
@@ -308,8 +284,8 @@ def _run(args: argparse.Namespace, command: str) -> int:
         "limit": args.limit,
         "max_new_tokens": args.max_new_tokens,
         "seed": args.seed,
-        "versions": _versions(),
-        "git_sha": _git_sha(),
+        "versions": versions(),
+        "git_commit": git_commit(),
         "command": command,
     }
     print(json.dumps(record), flush=True)

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from sglang_dflow import __version__
+from sglang_dflow.provenance import git_commit, machine, versions
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.training.dataset import (
@@ -45,10 +44,10 @@ from sglang_dflow.training.dataset import (
 )
 from sglang_dflow.training.domino import domino_loss
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
-from sglang_dflow.training.evaluate import replay
 from sglang_dflow.training.loss import Vocabulary, block_loss, sampled_vocabulary, tau_estimate
 from sglang_dflow.training.plot import plot_run
 from sglang_dflow.training.recipe import Recipe
+from sglang_dflow.training.replay import replay
 from sglang_dflow.training.rollout import Relayed, make_rollout, relay_embeds, stack_relayed
 from sglang_dflow.training.rollout_store import RolloutStore, drop_older, write_rollouts
 from sglang_dflow.training.target import Target
@@ -92,8 +91,8 @@ def frequent_tokens(sequences: list[Sample], vocab_size: int, count: int) -> tor
 def scale_relay_inputs(relay: RelayModulation, hidden_rms: float, embed_rms: float, generator: torch.Generator) -> None:
     """Draw the relay's first layer so that every input moves it equally, whatever its scale.
 
-    Token embeddings are small against projected states (SmolLM2: 0.14 against 0.42), and the default initialisation
-    leaves both in the activation's linear range.
+    Both are small (the trainer logs how small); the default initialisation would leave them in the activation's linear
+    range.
     """
     weight, size = relay.relay_mlp[0].weight, relay.hidden_size
     inputs = weight.shape[1] // size
@@ -156,8 +155,9 @@ class Trainer:
             hidden = drafter.project(sample.captured.to(self.target.dtype)).float()
         embed = self.target.embed(sample.tokens).float()
         generator = torch.Generator("cpu").manual_seed(self.recipe.seed)
-        scales = (float(t.pow(2).mean().sqrt()) for t in (hidden, embed))
-        scale_relay_inputs(drafter.relay, *scales, generator)
+        hidden_rms, embed_rms = (float(t.pow(2).mean().sqrt()) for t in (hidden, embed))
+        self.log(f"relay: inputs scaled, rms of projected states {hidden_rms:.2f}, of token embeddings {embed_rms:.2f}")
+        scale_relay_inputs(drafter.relay, hidden_rms, embed_rms, generator)
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         recipe, parameters = self.recipe, dict(self.drafter.named_parameters())
@@ -200,7 +200,7 @@ class Trainer:
         losses, tau = self._losses(batch, groups, generator)
         self.optimizer.zero_grad(set_to_none=True)
         torch.stack(losses).sum().backward()
-        self._average_gradients()
+        self._average_gradients(relaying)
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), recipe.grad_clip)
         self._set_learning_rate()
         self.optimizer.step()
@@ -216,16 +216,19 @@ class Trainer:
         chosen = epoch_batches(lengths, size, self.recipe.seed, epoch)[index]
         return collate(self.train_set, [pool[i] for i in chosen], self.recipe.block_size, self.target)
 
-    def _average_gradients(self) -> None:
-        """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere."""
+    def _average_gradients(self, relaying: bool) -> None:
+        """Mean gradient, and mean clock, of all processes: the schedule must be the same everywhere.
+
+        In a step without relayed blocks the relay is not averaged and not stepped, as with one process.
+        """
         if self.world == 1:
             return
-        # A parameter without gradient on one process (no relayed block in its batch) has one on another: zeros.
         gradients = []
-        for parameter in self.drafter.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
+        for name, parameter in self.drafter.named_parameters():
+            if relaying or not name.startswith("relay."):
+                if parameter.grad is None:  # no relayed block in this process's batch, but one elsewhere
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
         flat = torch.cat([g.flatten() for g in gradients] + [gradients[0].new_tensor([self.elapsed])])
         dist.all_reduce(flat)
         flat /= self.world
@@ -463,23 +466,6 @@ def load_partly(drafter: Drafter, state: dict[str, torch.Tensor], where: str) ->
     return missing
 
 
-def provenance() -> dict[str, str]:
-    """Versions of what a run depends on."""
-    import transformers
-
-    here = Path(__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    return {
-        "sglang_dflow": __version__,
-        "git": git.stdout.strip() or "not a git checkout",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, "
-        + (torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"),
-    }
-
-
 def choose_device(wanted: str) -> torch.device:
     """The device of a recipe; ``auto`` is this process's GPU where there is one."""
     if wanted == "auto":
@@ -514,8 +500,9 @@ def main(argv: list[str] | None = None) -> int:
     run_dir = Path(recipe.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     if rank == 0:
+        made_with = versions() | {"git_commit": git_commit(), "machine": machine(), "python": platform.python_version()}
         (run_dir / "recipe.yaml").write_text(yaml.safe_dump(fields))
-        (run_dir / "versions.json").write_text(json.dumps(provenance(), indent=2) + "\n")
+        (run_dir / "versions.json").write_text(json.dumps(made_with, indent=2) + "\n")
     target = Target.load(recipe.target, torch.bfloat16, recipe.target_layer_ids)
     features = target.shape.hidden_size * len(recipe.target_layer_ids)
     sequences = load_sequences(recipe.answers, features, target_layer_ids=recipe.target_layer_ids)

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from benchmarks.lab import corpus, make_target, plot, table
-from sglang_dflow.training.data import chat_ids
+from sglang_dflow.training.prompts import chat_ids
 
 MODULE = '''
 class Reader:

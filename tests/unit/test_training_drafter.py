@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
-from sglang_dflow.training.data import generate_batch, loop_start
 from sglang_dflow.training.dataset import Sample, collate
 from sglang_dflow.training.drafter import Drafter
-from sglang_dflow.training.evaluate import replay
+from sglang_dflow.training.generate import generate_batch, loop_start
+from sglang_dflow.training.replay import replay
 from sglang_dflow.training.rollout import judge, make_rollout, next_round, verification_mask, verify_packed
 from sglang_dflow.training.target import Target, causal_attend
 from tests.unit.training_toys import toy_drafter, toy_samples, toy_target, trajectory_of
