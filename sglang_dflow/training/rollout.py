@@ -1,8 +1,8 @@
 """Rollouts: a drafter's own proposals, judged by the frozen target, with the states of every proposed row.
 
-Owns the packed verification (one target forward per sequence and round over the context rows and all blocks at once;
-block rows see the context strictly before their anchor and, causally, their own block) and the chain of rounds: the
-first mismatch with the trajectory, which is the target's own text, fixes the next anchor, and the next round drafts
+Owns the packed verification (one target forward per sequence over its text and one per round over all blocks at once;
+block rows see the text strictly before their anchor and, causally, their own block) and the chain of rounds: the first
+mismatch with the trajectory, which is the target's own text, fixes the next anchor, and the next round drafts
 from it with the relayed states of the actual proposals. Used by training, by evaluation and by tests.
 
 Rollouts are made once per refresh and read from memory-mapped files (B * m * H bf16 values a block), since a target
@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from sglang_dflow.relay.alignment import RelayRule, relay_rows
 from sglang_dflow.training.dataset import Sample, collate, labels_at, sample_anchors
 from sglang_dflow.training.drafter import Context, Drafter
 from sglang_dflow.training.loss import full_vocabulary
-from sglang_dflow.training.target import Attend, Target, TargetShape
+from sglang_dflow.training.target import Attend, Target, causal_attend
 
 
 class Verified(NamedTuple):
@@ -53,36 +52,6 @@ def accepted(proposals: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor)
     return match.long().cumprod(-1).sum(-1)
 
 
-def packed_attend(shape: TargetShape, bias: torch.Tensor) -> Attend:
-    """Attention of one packed sequence of rows under a dense additive mask [R, R]."""
-    groups = shape.num_heads // shape.num_kv_heads
-    repeated = bias.repeat(groups, 1)[None, None]  # [1, 1, groups * R, R]
-
-    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = q.shape[1]
-        q = q.unflatten(2, (shape.num_kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=repeated)
-        return out.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4).flatten(2)  # [1, R, Hq D]
-
-    return attend
-
-
-def verification_mask(anchors: torch.Tensor, context_rows: int, block_size: int) -> torch.Tensor:
-    """Who sees whom when T context rows and A blocks share one target forward: bool [T + A * B] squared.
-
-    Context rows are causal; a block row sees the context strictly before its anchor and its own block causally.
-    """
-    count = anchors.shape[0]
-    total = context_rows + count * block_size
-    visible = torch.zeros(total, total, dtype=torch.bool)
-    visible[:context_rows, :context_rows] = torch.ones(context_rows, context_rows, dtype=torch.bool).tril()
-    before = torch.arange(context_rows) < anchors[:, None]  # [A, T]
-    visible[context_rows:, :context_rows] = before.repeat_interleave(block_size, dim=0)
-    causal = torch.ones(block_size, block_size, dtype=torch.bool).tril()
-    visible[context_rows:, context_rows:] = torch.block_diag(*[causal] * count).bool()
-    return visible
-
-
 class PackedStates(NamedTuple):
     """What one packed verification tells of every proposed row."""
 
@@ -90,27 +59,63 @@ class PackedStates(NamedTuple):
     top1: torch.Tensor  # [A, B] the target's own next token; zeros unless asked for
 
 
-@torch.no_grad()
-def verify_packed(
-    target: Target,
-    tokens: torch.Tensor,  # [N] the trajectory
-    anchors: torch.Tensor,  # [A]
-    proposals: torch.Tensor,  # [A, B]
-    with_top1: bool = False,
-) -> PackedStates:
-    """Captured states of all proposed rows, from one target forward; the head is run only for ``with_top1``."""
-    count, block = proposals.shape
-    context = int(anchors.max())  # rows at or behind the last anchor are seen by nobody
-    visible = verification_mask(anchors, context, block)
-    bias = torch.zeros(visible.shape, dtype=target.dtype).masked_fill_(~visible, float("-inf"))
-    ids = torch.cat([tokens[:context], proposals.flatten()])[None]
-    positions = torch.cat([torch.arange(context), (anchors[:, None] + torch.arange(block)).flatten()])[None]
-    hidden, captured = target.forward(ids, positions, packed_attend(target.shape, bias), capture=True)
-    assert captured is not None
-    top1 = torch.zeros_like(proposals)
-    if with_top1:
-        top1 = greedy_tokens(target, hidden[0, context:]).view(count, block)
-    return PackedStates(captured[0, context:].view(count, block, -1), top1)
+class PackedVerifier:
+    """The target behind the K/V of one trajectory: verifies many blocks of it in one forward.
+
+    The trajectory goes through the target once, whatever the number of rounds. A block row sees the trajectory strictly
+    before its anchor and, causally, its own block; blocks do not see each other, and no score between two is computed.
+    """
+
+    def __init__(self, target: Target, tokens: torch.Tensor) -> None:  # tokens: [N]
+        self.target = target
+        self.keys: list[torch.Tensor] = []  # [Hkv, T, D] per layer, T = N - 1
+        self.values: list[torch.Tensor] = []
+        causal = causal_attend(target.shape)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.keys.append(k[0].transpose(0, 1).contiguous())
+            self.values.append(v[0].transpose(0, 1).contiguous())
+            return causal(layer, q, k, v)
+
+        with torch.no_grad():
+            target.forward(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], attend)
+
+    @torch.no_grad()
+    def verify(self, anchors: torch.Tensor, proposals: torch.Tensor, with_top1: bool = False) -> PackedStates:
+        """States of all proposed rows [A, B] at anchors [A]; the head is run only for ``with_top1``."""
+        count, block = proposals.shape
+        positions = (anchors[:, None] + torch.arange(block)).flatten()
+        hidden, captured = self.target.forward(
+            proposals.view(1, -1), positions[None], self._attend(anchors, block), capture=True
+        )
+        assert captured is not None
+        top1 = torch.zeros_like(proposals)
+        if with_top1:
+            top1 = greedy_tokens(self.target, hidden[0]).view(count, block)
+        return PackedStates(captured[0].view(count, block, -1), top1)
+
+    def _attend(self, anchors: torch.Tensor, block: int) -> Attend:
+        shape, count, context = self.target.shape, len(anchors), self.keys[0].shape[1]
+        groups = shape.num_heads // shape.num_kv_heads
+        hidden_context = (torch.arange(context) >= anchors[:, None])[:, None, None]  # [A, 1, 1, T]
+        hidden_own = torch.ones(block, block, dtype=torch.bool).triu(1)  # [B, B]
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q = q.view(count, block, shape.num_kv_heads, groups, -1).permute(2, 0, 3, 1, 4) * shape.head_dim**-0.5
+            k, v = (t.view(count, block, shape.num_kv_heads, -1).permute(2, 0, 1, 3) for t in (k, v))  # [Hkv, A, B, D]
+            rows = q.flatten(1, 3)  # [Hkv, A * groups * B, D]
+            before = (rows @ self.keys[layer].mT).view(shape.num_kv_heads, count, groups, block, context)
+            own = (q.flatten(2, 3) @ k.mT).unflatten(2, (groups, block))  # [Hkv, A, groups, B, B]
+            scores = torch.cat(
+                [before.masked_fill(hidden_context, float("-inf")), own.masked_fill(hidden_own, float("-inf"))], dim=-1
+            )
+            weights = scores.float().softmax(-1).to(q.dtype)  # [Hkv, A, groups, B, T + B]
+            before, own = weights.split([context, block], dim=-1)
+            out = (before.flatten(1, 3) @ self.values[layer]).view(q.shape)
+            out = out + (own.flatten(2, 3) @ v).view(q.shape)  # [Hkv, A, groups, B, D]
+            return out.permute(1, 3, 0, 2, 4).reshape(1, count * block, -1)  # [1, A * B, Hq D]
+
+        return attend
 
 
 @torch.no_grad()
@@ -167,6 +172,7 @@ def make_rollout(
     anchors = sample_anchors(batch, count, generator).unique(dim=1)  # [1, A]
     with torch.no_grad():
         context = drafter.context(batch.captured.to(target.dtype))
+    verifier = PackedVerifier(target, sample.tokens)
     chain: list[Relayed] = []
     for _ in range(rounds):
         anchor_ids = batch.tokens.gather(1, anchors)
@@ -176,7 +182,9 @@ def make_rollout(
                 embeds = relay_embeds(drafter, target, embeds, Relayed(*(field[None] for field in chain[-1])))
         truth = labels_at(batch, anchors, block).tokens if teacher_forced else None
         drafts = propose(drafter, target, embeds, anchors, context, anchor_ids, truth)
-        verified = judge(drafter, target, sample.tokens, anchors[0], torch.cat([anchor_ids[..., None], drafts], -1)[0])
+        verified = judge(
+            drafter, verifier, sample.tokens, anchors[0], torch.cat([anchor_ids[..., None], drafts], -1)[0]
+        )
         item = next_round(verified, sample.tokens, rule, block)
         if not len(item.anchors):
             break
@@ -186,14 +194,14 @@ def make_rollout(
 
 
 def judge(
-    drafter: Drafter, target: Target, tokens: torch.Tensor, anchors: torch.Tensor, proposals: torch.Tensor
+    drafter: Drafter, verifier: PackedVerifier, tokens: torch.Tensor, anchors: torch.Tensor, proposals: torch.Tensor
 ) -> Verified:
     """Verify proposals [A, B] at anchors [A] against the trajectory ``tokens`` [N]."""
     positions = anchors[:, None] + torch.arange(proposals.shape[1])
     labels = tokens[positions.clamp_max(len(tokens) - 1)]
     accept_len = accepted(proposals, labels, positions < len(tokens))
     stale_token = drafter.relay is not None and drafter.relay.stale_token
-    states, top1 = verify_packed(target, tokens, anchors, proposals, with_top1=stale_token)
+    states, top1 = verifier.verify(anchors, proposals, with_top1=stale_token)
     return Verified(anchors, proposals, accept_len, states, top1)
 
 

@@ -31,7 +31,7 @@ from sglang_dflow.prompts import varied_prompts
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.loss import full_vocabulary
-from sglang_dflow.training.rollout import Relayed, Verified, next_round, relay_embeds, verify_packed
+from sglang_dflow.training.rollout import PackedVerifier, Relayed, Verified, next_round, relay_embeds
 from sglang_dflow.training.target import LayerWeights, Target, TargetShape, causal_attend
 
 BLOCK, TEXT_TOKENS, FIRST_ANCHOR = 8, 420, 40
@@ -152,7 +152,7 @@ def _verified(target: Target, tokens: torch.Tensor, captured: torch.Tensor, coun
     accept_len = torch.arange(count) % BLOCK
     committed = torch.arange(BLOCK) <= accept_len[:, None]  # [A, B]
     proposals = torch.where(committed, tokens[text], (tokens[text] + wrong) % target.shape.vocab_size)
-    states, top1 = verify_packed(target, tokens, anchors, proposals, with_top1=True)
+    states, top1 = PackedVerifier(target, tokens).verify(anchors, proposals, with_top1=True)
     # Committed rows are context in the trainer and rows of the verified block in the server: the same numbers for both.
     states = torch.where(committed[..., None], captured[text], states)
     return Verified(anchors, proposals, accept_len, states, top1)

@@ -9,7 +9,7 @@ from sglang_dflow.training.dataset import Sample, collate
 from sglang_dflow.training.drafter import Drafter
 from sglang_dflow.training.generate import generate_batch, loop_start
 from sglang_dflow.training.replay import replay
-from sglang_dflow.training.rollout import judge, make_rollout, next_round, verification_mask, verify_packed
+from sglang_dflow.training.rollout import PackedVerifier, judge, make_rollout, next_round
 from sglang_dflow.training.target import Target, causal_attend
 from tests.unit.training_toys import toy_drafter, toy_samples, toy_target, trajectory_of
 
@@ -89,30 +89,13 @@ def test_generation_is_greedy_and_its_states_are_those_of_the_text() -> None:
         assert torch.allclose(states, full.captured[0, :-1], atol=1e-5)
 
 
-def test_verification_mask() -> None:
-    """Catches a verified row that sees its own future, another block, or the context at its anchor."""
-    visible = verification_mask(torch.tensor([1, 2]), context_rows=3, block_size=2).long()
-    expected = torch.tensor(
-        [
-            [1, 0, 0, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0, 0],
-            [1, 0, 0, 1, 0, 0, 0],
-            [1, 0, 0, 1, 1, 0, 0],
-            [1, 1, 0, 0, 0, 1, 0],
-            [1, 1, 0, 0, 0, 1, 1],
-        ]
-    )
-    assert torch.equal(visible, expected)
-
-
 def test_packed_verification_equals_one_block_at_a_time() -> None:
-    """Catches states that depend on what else is packed into the same target forward."""
+    """Catches a verified row that sees its own future, another block, or the text at its anchor and behind."""
     target = toy_target()
     sample = toy_samples(target, 1)[0]
-    anchors = torch.tensor([sample.prompt_len, sample.prompt_len + 4])
-    proposals = torch.randint(3, 30, (2, 4))
-    packed = verify_packed(target, sample.tokens, anchors, proposals, with_top1=True)
+    anchors = torch.tensor([sample.prompt_len, sample.prompt_len + 4, sample.prompt_len + 1])
+    proposals = torch.randint(3, 30, (3, 4))
+    packed = PackedVerifier(target, sample.tokens).verify(anchors, proposals, with_top1=True)
     for row, anchor in enumerate(anchors.tolist()):
         ids = torch.cat([sample.tokens[:anchor], proposals[row]])[None]
         alone = target.forward(ids, torch.arange(ids.shape[1])[None], causal_attend(target.shape), capture=True)
@@ -132,7 +115,8 @@ def test_rollout_boundary_and_next_round() -> None:
     text = sample.tokens[anchors[:, None] + torch.arange(block)]
     # The first n rows of block n are right, so that every accepted length occurs.
     blocks = torch.where(torch.arange(block) <= torch.arange(6)[:, None], text, noise)
-    rollout = judge(toy_drafter(target, relay_hidden_size=8), target, sample.tokens, anchors, blocks)
+    verifier = PackedVerifier(target, sample.tokens)
+    rollout = judge(toy_drafter(target, relay_hidden_size=8), verifier, sample.tokens, anchors, blocks)
     for anchor, proposals, a in zip(rollout.anchors.tolist(), rollout.proposals, rollout.accept_len.tolist()):
         text = sample.tokens[anchor : anchor + block]
         assert torch.equal(proposals[: a + 1], text[: a + 1])
