@@ -1,1 +1,1 @@
-"""Measurements of the product: arms as data, real servers, a table and one JSON line."""
+"""Measurements that run from a checkout: the laboratory and the kernels. Served speculation: `sglang-dflow bench`."""

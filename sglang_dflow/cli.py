@@ -13,11 +13,13 @@ from sglang_dflow import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("sglang_dflow.demo", "serve the demo pair and show what the relay changes"),
     "verify": ("sglang_dflow.verify", "compare DFLOW with no speculation, token by token"),
+    "soak": ("sglang_dflow.soak.command", "many different requests to one live server, greedy ones checked"),
     "demo-model": ("sglang_dflow.demo_model", "fetch and convert the demo target (SmolLM2-135M-Instruct)"),
     "inspect": ("sglang_dflow.inspect_checkpoint", "what a drafter checkpoint is, and whether it will serve"),
     "convert": ("sglang_dflow.training.convert", "DFlash checkpoint <-> DFlow checkpoint"),
     "prepare-data": ("sglang_dflow.training.data", "prompts -> the target's own answers"),
     "acceptance": ("sglang_dflow.training.evaluate", "tau of a drafter per prompt set, relay on and off"),
+    "bench": ("sglang_dflow.bench.command", "concurrency sweep, cost of a round, one report"),
     "train": ("sglang_dflow.training.trainer", "train a drafter from a recipe"),
 }
 """Subcommand -> (module with `main(argv) -> int | None`, one line of help)."""

@@ -231,7 +231,8 @@ def _require_dflow(info: dict[str, Any], *, like: dict[str, Any]) -> None:
             )
 
 
-def _progress(label: str, total: int) -> Callable[[int], None]:
+def progress_lines(label: str, total: int) -> Callable[[int], None]:
+    """Return what prints how many of `total` are done: every five seconds, and at the end."""
     last = time.monotonic()
 
     def told(done: int) -> None:
@@ -266,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prompts_ids,
                 concurrency=level,
                 max_new_tokens=args.max_new_tokens,
-                progress=_progress(f"no speculation, concurrency {level}", len(prompts)),
+                progress=progress_lines(f"no speculation, concurrency {level}", len(prompts)),
             )
     tie_nats = args.tie_nats if args.tie_nats is not None else TIE_NATS[info["dtype"]]
     results: dict[int, ConcurrencyResult] = {}
@@ -279,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prompts_ids,
                 concurrency=level,
                 max_new_tokens=args.max_new_tokens,
-                progress=_progress(f"DFLOW, concurrency {level}", len(prompts)),
+                progress=progress_lines(f"DFLOW, concurrency {level}", len(prompts)),
             )
             times[level] = time.monotonic() - began
             outputs["DFLOW"][level] = answers
@@ -289,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if expected.output_ids != found.output_ids
             ]
             for difference in differences:
-                print(_describe(difference, level), flush=True)
+                print(describe_difference(difference, f"concurrency {level}"), flush=True)
             ties = sum(difference.tie for difference in differences)
             if not any(answer.verify_steps for answer in answers):
                 raise RuntimeError("the server under test verified no block: nothing was compared")
@@ -305,10 +306,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(results, dtype=str(info["dtype"]))
 
 
-def _describe(difference: Difference, level: int) -> str:
+def describe_difference(difference: Difference, where: str) -> str:
+    """One line about a difference, for people."""
     kind = "tie" if difference.tie else "MISMATCH"
     return (
-        f"{kind} at concurrency {level}: prompt {difference.prompt_id}, output token {difference.position}: "
+        f"{kind} at {where}: prompt {difference.prompt_id}, output token {difference.position}: "
         f"expected {difference.expected} (logprob {difference.expected_logprob}), "
         f"found {difference.found} (logprob {difference.found_logprob})"
     )

@@ -10,6 +10,8 @@ import os
 
 PLATFORM_NAME = "dflow_cpu"
 PLATFORM_CLASS = "sglang_dflow.cpu.platform.DFlowCpuPlatform"
+GRAPH_SWITCH = "SGLANG_DFLOW_CPU_GRAPH"
+"""Environment variable: `on` (default) replays the draft forward from a graph (graph_runner.py), `off` runs eagerly."""
 
 
 # libgomp's waiting threads spin about 300,000 rounds before they sleep. Beside any other busy process that makes two

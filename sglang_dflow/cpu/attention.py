@@ -26,8 +26,10 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_context import get_attn_backend
 
 from sglang_dflow.cpu import PLATFORM_NAME
+from sglang_dflow.cpu.graph_capture import is_capturing
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -143,6 +145,7 @@ class TorchAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.forward_metadata: AttentionPlan | None = None
+        self._layers: dict[int, RadixAttention] = {}  # those that a captured graph calls
         if getattr(model_runner, "is_hybrid_swa", False):
             raise NotImplementedError(
                 "The dflow_cpu platform has no hybrid sliding-window KV pool. "
@@ -212,18 +215,39 @@ class TorchAttentionBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc.for_layer(forward_batch, layer), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [N, Hq, D]
+        if is_capturing():
+            self._layers[layer.layer_id] = layer
+            out = torch.ops.sglang_dflow.attend_by_plan(query, layer.layer_id)
+        else:
+            out = self.attend_by_plan(query, layer)
+        return out.reshape(q.shape[0], -1)
+
+    def attend_by_plan(self, query: torch.Tensor, layer: RadixAttention) -> torch.Tensor:  # [N, Hq, D] -> [N, Hq, Dv]
+        """Attend over what the current plan names; the queries' own keys and values are in the pool already."""
         plan = self.forward_metadata
         if plan is None:
             raise RuntimeError(
                 "attention ran without a plan: init_forward_metadata was not called for this non-idle batch"
             )
+        pool = self.token_to_kv_pool
         keys = _gather(pool.get_key_buffer(layer.layer_id), plan.kv_slots)
         values = _gather(pool.get_value_buffer(layer.layer_id), plan.kv_slots)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [N, Hq, D]
         attend = padded_attention if plan.padded else ragged_attention
         causal = layer.attn_type == AttentionType.DECODER
-        out = attend(query, keys, values, plan, causal=causal, window=_window(layer), scale=layer.scaling)
-        return out.reshape(q.shape[0], -1)
+        return attend(query, keys, values, plan, causal=causal, window=_window(layer), scale=layer.scaling)
+
+
+# In a captured graph attention is one operation that reads its lengths from a plan made before the replay, as a GPU
+# backend reads them from its metadata buffers.
+_LIBRARY = torch.library.Library("sglang_dflow", "DEF")
+_LIBRARY.define("attend_by_plan(Tensor query, int layer_id) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "attend_by_plan", "CompositeExplicitAutograd")
+def _attend_by_plan(query: torch.Tensor, layer_id: int) -> torch.Tensor:
+    backend: TorchAttentionBackend = get_attn_backend()
+    return backend.attend_by_plan(query, backend._layers[layer_id])
 
 
 @register_attention_backend(PLATFORM_NAME)

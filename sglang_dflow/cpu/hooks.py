@@ -145,6 +145,36 @@ def _install_draft_head() -> None:
     DFlashWorkerV2._greedy_sample_from_vocab_parallel_head = greedy_sample
 
 
+def _install_draft_graph() -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    from sglang_dflow.cpu.graph_runner import install_draft_graph_runner
+
+    original = DFlashWorkerV2.init_cuda_graphs
+
+    @functools.wraps(original)
+    def init_cuda_graphs(self: Any) -> None:
+        original(self)
+        install_draft_graph_runner(self)
+
+    DFlashWorkerV2.init_cuda_graphs = init_cuda_graphs
+
+
+def _install_all_gather() -> None:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    original = GroupCoordinator.all_gather_into_tensor
+
+    @functools.wraps(original)
+    def all_gather_into_tensor(self: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+        if output.is_cpu:
+            self._all_gather_into_tensor(output, input)
+        else:
+            original(self, output, input)
+
+    GroupCoordinator.all_gather_into_tensor = all_gather_into_tensor
+
+
 CPU_HOOKS: tuple[HookRecord, ...] = (
     HookRecord(
         name="cpu-assign-req-to-token-pool",
@@ -241,6 +271,35 @@ CPU_HOOKS: tuple[HookRecord, ...] = (
         remove_when="the function asks lm_head.quant_method as LogitsProcessor does, or packing is removed",
         test="tests/host/test_cpu_hooks.py",
         install=_install_draft_head,
+    ),
+    HookRecord(
+        name="cpu-draft-graph",
+        target="sglang.srt.speculative.dflash_worker_v2:DFlashWorkerV2.init_cuda_graphs",
+        host_version=HOST_VERSION,
+        fingerprint="63c10712f6a17fd4",
+        why="the draft forward, the relay in it, would never run as a graph without a GPU: what a CUDA graph breaks "
+        "would not show in any test here",
+        how="after the original has run, puts cpu/graph_runner.py where the draft runner looks for its extend graph",
+        tried="PlatformCapabilities(graph_capture=True) with get_graph_runner_cls(): on a CPU device the host captures "
+        "only under --enable-torch-compile and replays only plain decoding (`is_cpu_graph`), never a draft block",
+        upstream="none yet",
+        remove_when="capture_decode_graph and _forward_raw ask the platform instead of the device's name",
+        test="tests/host/test_cpu_graph_runner.py, tests/e2e/test_exactness.py",
+        install=_install_draft_graph,
+    ),
+    HookRecord(
+        name="cpu-all-gather",
+        target="sglang.srt.distributed.parallel_state:GroupCoordinator.all_gather_into_tensor",
+        host_version=HOST_VERSION,
+        fingerprint="6c3b3198a56c4901",
+        why="tensor parallel: unless the host runs its own CPU engine it gathers by an operator that is registered for "
+        "CUDA alone, and the first draft of two ranks ends in NotImplementedError",
+        how="calls the operator's own function for CPU tensors, as the host's CPU engine does",
+        tried="no seam: the method asks the module's `_is_cpu`, which is the host's own engine (SGLANG_USE_CPU_ENGINE)",
+        upstream="none yet",
+        remove_when="the method asks the tensor or the platform",
+        test="tests/e2e/test_tensor_parallel.py",
+        install=_install_all_gather,
     ),
 )
 

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
+from sglang_dflow.relay.modulation import RelayModulation
+
 logger = logging.getLogger(__name__)
 
 # Packing doubles the memory of the weights; beyond this size that is more than a development machine should give.
@@ -44,7 +46,7 @@ class PackedWeight:
         if x.dtype != weight.dtype or x.numel() == 0:
             return F.linear(x, weight, bias)
         if self._packed is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
 
@@ -70,8 +72,30 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
         return self.packed.linear(x.to(layer.weight.dtype), layer.weight, bias)
 
 
+class PackedSlices:
+    """`F.linear` from packed copies, one for every weight or slice of a weight that it is called with.
+
+    The relay's first linear is used in two slices: at 7 rows of width 1,152 into 384 a packed fp32 slice takes 0.10 ms
+    against 0.17 dense (one thread).
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[tuple[int, torch.Size], PackedWeight] = {}
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        packed = self._packed.setdefault((weight.data_ptr(), weight.shape), PackedWeight())
+        return packed.linear(x, weight, bias)
+
+    def drop(self) -> None:
+        """Forget the copies, because the weights have changed."""
+        self._packed.clear()
+
+
 def pack_linears(model: torch.nn.Module) -> int:
-    """Give every dense, unquantised layer of the model a packed method; return how many layers got one."""
+    """Give every dense, unquantised layer of the model a packed method; return how many layers got one.
+
+    A relay's linears are packed too, and not counted.
+    """
     layers = list(_packable_layers(model))
     size = sum(layer.weight.nbytes for layer, _ in layers)
     if size > MAX_PACKED_BYTES:
@@ -84,8 +108,16 @@ def pack_linears(model: torch.nn.Module) -> int:
     for layer, method in layers:
         layer.quant_method = method
     if layers:
-        _drop_packed_on_load(model, [method.packed for _, method in layers])
+        _drop_packed_on_load(model, [*(method.packed for _, method in layers), *_pack_relays(model)])
     return len(layers)
+
+
+def _pack_relays(model: torch.nn.Module) -> Iterator[PackedSlices]:
+    for module in model.modules():
+        if isinstance(module, RelayModulation) and _onednn_runs(module.relay_mlp[0].weight.dtype):
+            slices = PackedSlices()
+            module.linear = slices
+            yield slices
 
 
 def _packable_layers(
@@ -112,7 +144,7 @@ def _onednn_runs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _drop_packed_on_load(model: Any, packed: list[PackedWeight]) -> None:
+def _drop_packed_on_load(model: Any, packed: list[PackedWeight | PackedSlices]) -> None:
     """Drop the copies whenever the model loads weights again (weight updates from disk, tensors, a trainer)."""
     load_weights = model.load_weights
 

@@ -49,6 +49,10 @@ class RelayRule(NamedTuple):
         """First row of the next block that may be relayed; row 0, the anchor, never is."""
         return max(1, self.first_offset - self.shift)
 
+    def num_rows(self, block_size: int, accept_len: int) -> int:
+        """Return how many rows of the next block a round with `accept_len` accepted drafts can serve."""
+        return max(0, block_size - accept_len - self.shift - self.first_row)
+
 
 class RelayRows(NamedTuple):
     """Where each row of a draft block reads its relay from.

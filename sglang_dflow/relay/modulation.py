@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
 }
 
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Input [..., K], weight [N, K], bias [N] or None -> [..., N]."""
+
 
 class RelayModulation(nn.Module):
     """LayerNorm and two-layer MLP of the relay; `H` is the drafter's hidden size, `R` the rows of a block."""
@@ -57,6 +60,7 @@ class RelayModulation(nn.Module):
             ACTIVATIONS[activation](),
             nn.Linear(relay_hidden_size, 2 * hidden_size),
         )
+        self.linear: Linear = F.linear  # a platform may put its own matrix product here
         self.zero_init()
 
     def zero_init(self) -> None:
@@ -72,7 +76,7 @@ class RelayModulation(nn.Module):
         """Return the first linear's per-request part, bias included: [..., relay_hidden_size]."""
         first = self.relay_mlp[0]
         boundary = torch.cat((bonus_embed, rejected_embed), dim=-1)  # [..., 2H]
-        return F.linear(boundary, first.weight[:, : 2 * self.hidden_size], first.bias)
+        return self.linear(boundary, first.weight[:, : 2 * self.hidden_size], first.bias)
 
     def forward(
         self,
@@ -84,7 +88,8 @@ class RelayModulation(nn.Module):
         """Return `beta_i * LayerNorm(h_i) + gamma_i`, [..., R, H], to be added to the mask embeddings."""
         first, activation, second = self.relay_mlp
         rows = hidden if stale_embed is None else torch.cat((hidden, stale_embed), dim=-1)  # [..., R, H or 2H]
-        state = F.linear(rows, first.weight[:, 2 * self.hidden_size :])  # [..., R, W]
+        state = self.linear(rows, first.weight[:, 2 * self.hidden_size :], None)  # [..., R, W]
         boundary = self.boundary_term(bonus_embed, rejected_embed)  # [..., W]
-        beta, gamma = second(activation(state + boundary.unsqueeze(-2))).chunk(2, dim=-1)  # [..., R, H] each
+        inner = activation(state + boundary.unsqueeze(-2))  # [..., R, W]
+        beta, gamma = self.linear(inner, second.weight, second.bias).chunk(2, dim=-1)  # [..., R, H] each
         return torch.addcmul(gamma, beta, self.relay_norm(hidden))

@@ -26,18 +26,18 @@ class VerifiedBlock(NamedTuple):
 
     Attributes:
         hidden: [bs, B, H] projected captured states of all rows, `hidden_norm(fc(.))`.
+        prefix_lens: int [bs], `P`, absolute position of the block's anchor.
+        candidates: int [bs, B], the verified tokens: anchor and drafts.
         accept_len: int [bs], `a`.
-        next_prefix_len: int64 [bs], `P' = P + a + 1`.
-        bonus: int64 [bs], the target's token at `P'`.
-        rejected: int64 [bs], the drafted token at `P'`; any valid id on full acceptance.
-        stale: int64 [bs, B], the target's own top-1 at every row; None where the relay does not read it.
+        bonus: int [bs], the target's token at `P' = P + a + 1`.
+        stale: int [bs, B], the target's own top-1 at every row; None where the relay does not read it.
     """
 
     hidden: torch.Tensor
+    prefix_lens: torch.Tensor
+    candidates: torch.Tensor
     accept_len: torch.Tensor
-    next_prefix_len: torch.Tensor
     bonus: torch.Tensor
-    rejected: torch.Tensor
     stale: torch.Tensor | None = None
 
 
@@ -47,6 +47,7 @@ class RelayRead(NamedTuple):
     Attributes:
         hidden: [bs, R, H] source states of block rows `first_row .. B-1` (`R = B - first_row`).
         mask: bool [bs, R], True where the row takes a relay.
+        accept_len: int64 [bs], `a` of the stored round; `EMPTY` where none ends at this draft's first position.
         bonus: int64 [bs].
         rejected: int64 [bs].
         stale: int64 [bs, R], the target's top-1 at each source row; None where the relay does not read it.
@@ -54,20 +55,24 @@ class RelayRead(NamedTuple):
 
     hidden: torch.Tensor
     mask: torch.Tensor
+    accept_len: torch.Tensor
     bonus: torch.Tensor
     rejected: torch.Tensor
     stale: torch.Tensor | None = None
 
 
-class RelayStats(NamedTuple):
-    """Counters since start. `eligible_rows` counts the mask rows of every drafted block, relayed or not."""
+class DraftRows(NamedTuple):
+    """What became of the rows that a draft could relay, by request.
 
-    relayed_rows: int
-    eligible_rows: int
+    Attributes:
+        relayed: int64 [bs], rows that took a relay.
+        non_finite: int64 [bs], rows refused because their relay was not finite.
+        accept_len: int64 [bs], `a` of the round that they come from; `EMPTY` where the pool holds none for this draft.
+    """
 
-    @property
-    def hit_rate(self) -> float:
-        return self.relayed_rows / self.eligible_rows if self.eligible_rows else 0.0
+    relayed: torch.Tensor
+    non_finite: torch.Tensor
+    accept_len: torch.Tensor
 
 
 class RelayPool:
@@ -86,6 +91,7 @@ class RelayPool:
         dtype: torch.dtype,
         device: torch.device | str,
         stale_token: bool = False,
+        use_kernels: bool | None = None,  # default: on CUDA
     ) -> None:
         def ints(fill: int) -> torch.Tensor:
             return torch.full((num_rows,), fill, dtype=torch.int64, device=device)
@@ -101,25 +107,51 @@ class RelayPool:
         if stale_token:
             self.stale = torch.zeros((num_rows, block_size), dtype=torch.int64, device=device)
         self.enabled = torch.ones((1,), dtype=torch.bool, device=device)  # runtime switch, read inside the graph
-        self.counts = torch.zeros((2,), dtype=torch.int64, device=device)  # relayed, eligible
+        self.use_kernels = torch.device(device).type == "cuda" if use_kernels is None else use_kernels
+        self.row_stats: torch.Tensor | None = None  # mean and variance of every state, for the kernels' LayerNorm
+        if self.use_kernels:
+            self.row_stats = torch.zeros((num_rows, block_size, 2), dtype=torch.float32, device=device)
+        # Each slot's last draft, the columns of `DraftRows`. Written inside the graph.
+        self.drafted = torch.zeros((num_rows, 3), dtype=torch.int64, device=device)
+
+    @property
+    def row_nbytes(self) -> dict[str, int]:
+        """Device bytes of one row by what they hold.
+
+        `B * H * itemsize` for the states, 56 for the integers, `8 * B` for stale tokens and as much for the kernels'
+        statistics.
+        """
+        integers = (self.next_prefix_len, self.accept_len, self.bonus, self.rejected, self.drafted)
+        columns: dict[str, tuple[torch.Tensor | None, ...]] = {
+            "states": (self.hidden,),
+            "integers": integers,
+            "stale": (self.stale,),
+            "statistics": (self.row_stats,),
+        }
+        return {name: sum(t[0].nbytes for t in tensors if t is not None) for name, tensors in columns.items()}
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of all tensors: `num_rows * (B * H * itemsize + 32 [+ 8 * B])` and a few constants."""
-        tensors = [self.hidden, self.next_prefix_len, self.accept_len, self.bonus, self.rejected]
-        tensors += [self.enabled, self.counts] + ([] if self.stale is None else [self.stale])
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Device bytes of all tensors: the rows and the switch."""
+        return self.hidden.shape[0] * sum(self.row_nbytes.values()) + self.enabled.nbytes
 
     def store(self, req_pool_indices: torch.Tensor, block: VerifiedBlock) -> None:  # req_pool_indices: int64 [bs]
         """Remember a verified block, one row per request. Indices must be distinct and non-zero."""
         if req_pool_indices.shape[0] == 0:
             return
+        if self.use_kernels:
+            from sglang_dflow.relay.kernels.store import relay_store
+
+            return relay_store(self, req_pool_indices, block)
+        boundary = block.accept_len.to(torch.int64) + 1  # [bs], row a+1
+        # On full acceptance nothing was rejected and nothing will be relayed: any drafted token does.
+        row = boundary.clamp_max(self.block_size - 1).unsqueeze(1)  # [bs, 1]
         self.hidden.index_copy_(0, req_pool_indices, block.hidden.to(self.hidden.dtype))
         for column, values in (
-            (self.next_prefix_len, block.next_prefix_len),
+            (self.next_prefix_len, block.prefix_lens + boundary),
             (self.accept_len, block.accept_len),
             (self.bonus, block.bonus),
-            (self.rejected, block.rejected),
+            (self.rejected, block.candidates.gather(1, row).squeeze(1)),
         ):
             column.index_copy_(0, req_pool_indices, values.to(torch.int64))
         if self.stale is not None:
@@ -131,25 +163,37 @@ class RelayPool:
         req_pool_indices: torch.Tensor,  # int64 [bs]; 0 in padded rows
         positions: torch.Tensor,  # int64 [bs, B] absolute positions of the draft block
     ) -> RelayRead:
-        """Return the states that serve this draft block, and count them."""
+        """Return the states that may serve this draft block."""
         first_row = self.rule.first_row
+        next_prefix_len, accept_len = self.next_prefix_len[req_pool_indices], self.accept_len[req_pool_indices]  # [bs]
         rows: RelayRows = relay_rows(
             positions[:, first_row:],
-            self.next_prefix_len[req_pool_indices].unsqueeze(1),
-            self.accept_len[req_pool_indices].unsqueeze(1),
+            next_prefix_len.unsqueeze(1),
+            accept_len.unsqueeze(1),
             block_size=self.block_size,
             rule=self.rule,
         )  # [bs, R] each
         mask = rows.mask & self.enabled  # [bs, R]
-        self.counts[0] += mask.sum()
-        self.counts[1] += (req_pool_indices > 0).sum() * (self.block_size - 1)
         return RelayRead(
             hidden=self.hidden[req_pool_indices.unsqueeze(1), rows.source],  # [bs, R, H]
             mask=mask,
+            accept_len=torch.where(next_prefix_len == positions[:, 0], accept_len, EMPTY),
             bonus=self.bonus[req_pool_indices],
             rejected=self.rejected[req_pool_indices],
             stale=None if self.stale is None else self.stale[req_pool_indices.unsqueeze(1), rows.source],  # [bs, R]
         )
+
+    def note_draft(
+        self,
+        req_pool_indices: torch.Tensor,  # int64 [bs]; 0 in padded rows
+        rows: DraftRows,
+    ) -> None:
+        """Leave what a draft relayed for `drafted_rows`. Part of the draft's graph."""
+        self.drafted.index_copy_(0, req_pool_indices, torch.stack(rows, dim=1))
+
+    def drafted_rows(self, req_pool_indices: torch.Tensor) -> torch.Tensor:  # int64 [bs]
+        """Return the columns of `DraftRows` for these requests' last draft, a copy: int64 [bs, 3]."""
+        return self.drafted[req_pool_indices]
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]
         """Empty the rows of these requests: they prefilled, so what the rows hold is not theirs or not current."""
@@ -162,8 +206,3 @@ class RelayPool:
     def set_enabled(self, enabled: bool) -> None:
         """Turn relaying on or off from the next draft on; off drafts exactly as DFLASH does."""
         self.enabled.fill_(enabled)
-
-    def stats(self) -> RelayStats:
-        """Read the counters. Synchronises with the device: for operators' read-outs, never in the decode path."""
-        relayed, eligible = self.counts.tolist()
-        return RelayStats(relayed_rows=relayed, eligible_rows=eligible)

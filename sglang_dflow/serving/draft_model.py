@@ -44,7 +44,15 @@ class RelayMixin:
         self._relay_loaded = False
 
     def attach_relay(self, pool: RelayPool, embed_tokens: EmbedTokens) -> None:
-        """Relay from `pool` from now on; `embed_tokens` maps int64 [N] to the [N, H] that the drafter is fed."""
+        """Relay from `pool` from now on; `embed_tokens` maps int64 [N] to the [N, H] that the drafter is fed.
+
+        Raises:
+            ValueError: the pool wants kernels, and they cannot serve this drafter.
+        """
+        if pool.use_kernels:
+            from sglang_dflow.relay.kernels.tiles import check_supported
+
+            check_supported(pool, self.relay)
         self._pool = pool
         self._embed_tokens = embed_tokens
 

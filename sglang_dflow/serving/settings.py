@@ -14,6 +14,18 @@ from typing import ClassVar
 _WORDS = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}
 
 
+def read_switch(variable: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Read one switch; on when it is unset.
+
+    Raises:
+        ValueError: the variable holds something else than on/off.
+    """
+    word = environ.get(variable, "on").strip().lower()
+    if word not in _WORDS:
+        raise ValueError(f"{variable} is {environ[variable]!r}, expected on or off. Correct or unset it")
+    return _WORDS[word]
+
+
 @dataclass(frozen=True)
 class RelaySettings:
     """`SGLANG_DFLOW_RELAY`: `on` (default) or `off`, which drafts exactly as the host's DFLASH does."""
@@ -24,12 +36,9 @@ class RelaySettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RelaySettings:
-        """Read the switches.
+        """Read the switch.
 
         Raises:
             ValueError: the variable holds something else than on/off.
         """
-        word = environ.get(cls.VARIABLE, "on").strip().lower()
-        if word not in _WORDS:
-            raise ValueError(f"{cls.VARIABLE} is {environ[cls.VARIABLE]!r}, expected on or off. Correct or unset it")
-        return cls(enabled=_WORDS[word])
+        return cls(enabled=read_switch(cls.VARIABLE, environ))

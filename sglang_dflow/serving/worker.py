@@ -12,21 +12,23 @@ called during decode reads a tensor on the host.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.dflash_worker_v2 import (
     DFlashWorkerV2,
     _is_all_greedy,
     _resolve_dflash_embedding_module,
 )
 
-from sglang_dflow.relay.draft_input import EmbedTokens
+from sglang_dflow.relay.draft_input import EmbedTokens, TokenTable
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 from sglang_dflow.serving.draft_model import RelayMixin
+from sglang_dflow.serving.metrics import RelayMetrics, RoundOutput
 from sglang_dflow.serving.settings import RelaySettings
 
 logger = logging.getLogger(__name__)
@@ -37,19 +39,35 @@ class _Accepted(NamedTuple):
 
     Attributes:
         req_pool_indices: int64 [bs].
-        accept_len: int32 [bs].
-        next_prefix_len: int64 [bs].
+        prefix_lens: int64 [bs].
+        candidates: int64 [bs, B], the host's buffer: it is filled again after the store only.
+        accept_len: int32 [bs], likewise.
         bonus: int64 [bs].
-        rejected: int64 [bs].
         stale: int64 [bs, B], or None where the relay does not read it.
     """
 
     req_pool_indices: torch.Tensor
+    prefix_lens: torch.Tensor
+    candidates: torch.Tensor
     accept_len: torch.Tensor
-    next_prefix_len: torch.Tensor
     bonus: torch.Tensor
-    rejected: torch.Tensor
     stale: torch.Tensor | None
+
+
+def _is_table(embed: torch.nn.Module) -> bool:
+    """Whether looking up ids in `embed.weight` is all that this embedding does."""
+    return (
+        type(embed) is VocabParallelEmbedding
+        and embed.tp_size == 1
+        and embed.num_added_embeddings == 0
+        and embed.output_dtype is None
+        and isinstance(embed.quant_method, UnquantizedEmbeddingMethod)
+    )
+
+
+def _max_running_requests() -> int:
+    """The most requests of one scheduler, as `KVCacheConfigurator.resolve_max_num_reqs` (0.5.23) bounds them."""
+    return max(1, int(get_schedule().max_running_requests) // get_parallel().attn_dp_size)
 
 
 class DFlowWorker(DFlashWorkerV2):
@@ -57,18 +75,36 @@ class DFlowWorker(DFlashWorkerV2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._pool: RelayPool | None = None
+        self._metrics: RelayMetrics | None = None
         self._req_pool_indices: torch.Tensor | None = None
         self._accepted: _Accepted | None = None
         self._forget_relayed = False
         super().__init__(*args, **kwargs)
         self.relay_settings = RelaySettings.from_env()
+        if self.relay_settings.enabled:
+            # Here, because the host sizes its KV cache after this by the memory that is left.
+            self._attach_pool(num_rows=1 + _max_running_requests())
 
     def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any) -> None:
-        """Allocate the host's pools, then the relay's, with as many rows as the host's request pool."""
+        """Allocate the host's pools, and see that the relay's has a row for every row of the host's request pool.
+
+        Raises:
+            RuntimeError: it has too few.
+        """
         super().alloc_memory_pool(memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs)
-        if self.relay_settings.enabled:
-            self._attach_pool(num_rows=int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
+        if self._pool is not None:
+            self._check_rows(int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
+            self._metrics = RelayMetrics.of_this_scheduler(int(self.block_size), self.draft_model.dflow_config.rule)
         self._log_relay()
+
+    def _check_rows(self, needed: int) -> None:
+        assert self._pool is not None
+        rows = self._pool.hidden.shape[0]
+        if rows < needed:
+            raise RuntimeError(
+                f"the relay pool has {rows} rows, but the host's request pool has {needed}: it was expected to keep to "
+                "--max-running-requests. Please report this launch; SGLANG_DFLOW_RELAY=off serves without the relay"
+            )
 
     def _attach_pool(self, *, num_rows: int) -> None:
         draft_model: RelayMixin = self.draft_model
@@ -91,7 +127,9 @@ class DFlowWorker(DFlashWorkerV2):
         full_table, scale = self._full_embed_gpu, self._noise_embed_scale
         if full_table is not None:
             # Under data-parallel attention the module's collectives would meet idle ranks; the host keeps a full table.
-            embed = functools.partial(torch.nn.functional.embedding, weight=full_table)
+            return TokenTable(full_table, scale)
+        if _is_table(embed):
+            return TokenTable(embed.weight, scale)
         if scale == 1.0:
             return embed
         return lambda token_ids: embed(token_ids) * scale
@@ -101,16 +139,19 @@ class DFlowWorker(DFlashWorkerV2):
         if self._pool is None:
             logger.info("DFLOW relay off by %s: drafts are exactly DFLASH's.", RelaySettings.VARIABLE)
             return
+        pool = self._pool
         logger.info(
             "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d relay_stale_token=%s "
-            "pool=%d x %d x %d, %.2f MB",
+            "pool=%d rows x %d bytes (%s) = %.2f MB, taken before the KV cache was sized",
             type(self.draft_model).__name__,
             int(self.block_size),
             dflow.relay_source.value,
             dflow.relay_hidden_size,
             dflow.relay_stale_token,
-            *self._pool.hidden.shape,
-            self._pool.nbytes / 1e6,
+            pool.hidden.shape[0],
+            sum(pool.row_nbytes.values()),
+            ", ".join(f"{name} {size}" for name, size in pool.row_nbytes.items() if size),
+            pool.nbytes / 1e6,
         )
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,15 +160,27 @@ class DFlowWorker(DFlashWorkerV2):
         A request that prefills (also one that resumes, or decodes inside a mixed chunk) leaves plain masks for its
         next draft (I2, I4): its row is emptied before anything of this batch can draft from it.
         """
-        if self._pool is not None:
-            if self._forget_relayed:
-                self._forget_relayed = False
-                self._pool.clear()
-            self._req_pool_indices = batch.req_pool_indices
-            is_extend = batch.forward_mode.is_extend() or batch.is_extend_in_batch
-            if is_extend and not batch.forward_mode.is_idle():
-                self._pool.invalidate(batch.req_pool_indices)
-        return super().forward_batch_generation(batch, *args, **kwargs)
+        if self._pool is None:
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        if self._forget_relayed:
+            self._forget_relayed = False
+            self._pool.clear()
+        self._req_pool_indices = batch.req_pool_indices
+        is_extend = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        is_idle = batch.forward_mode.is_idle()
+        if is_extend and not is_idle:
+            self._pool.invalidate(batch.req_pool_indices)
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        if not is_extend and not is_idle:
+            self._report_round(result)
+        return result
+
+    def _report_round(self, result: Any) -> None:
+        """Send what this round relayed and accepted to the scheduler, with the host's copy of the result."""
+        assert self._pool is not None and self._metrics is not None and self._req_pool_indices is not None
+        accept_lens = result.accept_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the host's count the bonus
+        rows = torch.cat((self._pool.drafted_rows(self._req_pool_indices), accept_lens), dim=1)  # [bs, 4]
+        result.logits_output.auxiliary_device_output = RoundOutput(rows, self._metrics)
 
     def _accept_block(self, *, candidates: torch.Tensor, prefix_lens: torch.Tensor, **kwargs: Any) -> Any:
         """Accept by the host's rule and note the rejection boundary. `candidates`: [bs, B], `prefix_lens`: [bs]."""
@@ -138,14 +191,12 @@ class DFlowWorker(DFlashWorkerV2):
         accept_len, _, bonus, _, _ = result
         if self._pool is not None:
             assert self._req_pool_indices is not None
-            boundary = (accept_len.to(torch.int64) + 1).unsqueeze(1)  # [bs, 1], row a+1
             self._accepted = _Accepted(
                 req_pool_indices=self._req_pool_indices,
+                prefix_lens=prefix_lens,
+                candidates=candidates,
                 accept_len=accept_len,
-                next_prefix_len=prefix_lens + boundary.squeeze(1),
                 bonus=bonus,
-                # On full acceptance nothing was rejected and nothing will be relayed: any drafted token does.
-                rejected=candidates.gather(1, boundary.clamp_max(candidates.shape[1] - 1)).squeeze(1),
                 stale=None if stale is None else stale.view(candidates.shape),
             )
         return result
@@ -176,10 +227,10 @@ class DFlowWorker(DFlashWorkerV2):
         assert accepted is not None and projected is not None
         block = VerifiedBlock(
             hidden=projected.view(-1, int(self.block_size), projected.shape[-1]),  # [bs, B, H]
+            prefix_lens=accepted.prefix_lens,
+            candidates=accepted.candidates,
             accept_len=accepted.accept_len,
-            next_prefix_len=accepted.next_prefix_len,
             bonus=accepted.bonus,
-            rejected=accepted.rejected,
             stale=accepted.stale,
         )
         self._pool.store(accepted.req_pool_indices, block)
@@ -215,17 +266,15 @@ class DFlowWorker(DFlashWorkerV2):
         self._pool.set_enabled(enabled)
 
     def relay_state(self) -> dict[str, Any]:
-        """What `/server_info` tells of the relay. Reads device counters: not for the decode path."""
+        """What `/server_info` tells of the relay. Reads the switch on the device: not for the decode path."""
         if self._pool is None:
             return {"relay": "off"}
-        stats = self._pool.stats()
+        assert self._metrics is not None
         return {
             "relay": "on" if bool(self._pool.enabled.item()) else "off",
             "relay_source": self.draft_model.dflow_config.relay_source.value,
             "relay_hidden_size": self.draft_model.dflow_config.relay_hidden_size,
             "relay_stale_token": self.draft_model.dflow_config.relay_stale_token,
             "pool_bytes": self._pool.nbytes,
-            "relayed_rows": stats.relayed_rows,
-            "eligible_rows": stats.eligible_rows,
-            "relay_hit_rate": stats.hit_rate,
+            **self._metrics.total.as_dict(),
         }

@@ -36,6 +36,19 @@ OVERRIDDEN = {
     "sglang.srt.models.dflash:DFlashDraftModel.load_weights": "47b40b19d319919a",
     "sglang.srt.arg_groups.speculative_hook:_handle_dflash": "12b1b03eca9f51ca",
     "sglang.srt.managers.overlap_utils:FutureMap.__init__": "16a3717abc852597",
+    "sglang.srt.managers.auxiliary_output:DeviceAuxiliaryOutput": "a62c7fa9b38dc93d",
+    "sglang.srt.managers.auxiliary_output:HostAuxiliaryOutput": "10c5710988567966",
+    "sglang.srt.managers.utils:GenerationBatchResult.copy_auxiliary_output_to_cpu": "6db70e284df78349",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor"
+    ".consume_auxiliary_output": "16d532b5caa23ba7",
+    "sglang.srt.managers.scheduler_components.output_streamer:_GenerationStreamAccumulator.accept": "8137d1ccc48792a7",
+    "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+    ".update_weights_from_disk": "7dea681e1eed3a25",
+    "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+    ".update_weights_from_ipc": "16d1756a77e45afb",
+    # The draft worker is made before the KV cache is sized, and the request pool keeps to --max-running-requests.
+    "sglang.srt.managers.scheduler:Scheduler.init_model_worker": "450aebf5b90767f5",
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator.resolve_max_num_reqs": "8f54d8945c2fd37a",
 }
 """Host code that we override or call, and the fingerprint it had when that was written."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 
 from sglang_dflow.cpu.fused_ops import rms_norm_forward, rotary_forward
 from sglang_dflow.cpu.linear import PackedHeadMethod, PackedLinearMethod, pack_linears
+from sglang_dflow.relay.modulation import RelayModulation
 
 # oneDNN sums in another order than the reference; bf16 additionally rounds the result to 8 bits.
 TOLERANCE = {torch.float32: {"atol": 1e-4, "rtol": 1e-5}, torch.bfloat16: {"atol": 0.0, "rtol": 2e-2}}
@@ -68,6 +70,26 @@ def test_loading_weights_drops_the_packed_copies() -> None:
     before = model.proj.quant_method.apply(model.proj, x)
     model.load_weights(3.0)
     torch.testing.assert_close(model.proj.quant_method.apply(model.proj, x), before * 3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_packed_relay_computes_the_same_and_follows_its_weights(dtype: torch.dtype) -> None:
+    """Catches two slices of one weight that share a copy, and a relay that keeps its old weights after an update."""
+    torch.manual_seed(0)
+    model: Any = Model(dtype)
+    model.relay = RelayModulation(32, 48, stale_token=True).to(dtype)
+    torch.nn.init.normal_(model.relay.relay_mlp[2].weight)
+    plain = copy.deepcopy(model.relay)
+    pack_linears(model)
+    inputs = [torch.randn(size).to(dtype) for size in ((2, 7, 32), (2, 32), (2, 32), (2, 7, 32))]
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(
+                model.relay(*inputs), plain(*inputs), atol=5e-2 * (dtype != torch.float32) + 1e-4, rtol=2e-2
+            )
+            for relay in (model.relay, plain):
+                relay.relay_mlp[0].weight.mul_(-1.0)
+            model.load_weights(1.0)
 
 
 def test_large_models_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,10 @@ def _stored(pool: RelayPool) -> VerifiedBlock:
     """Slot 1: a = 1 at P' = 12, so rows 1 and 2 relay source rows 2 and 3. Slot 2: everything accepted."""
     block = VerifiedBlock(
         hidden=torch.randn(BS, B, H),
+        prefix_lens=torch.tensor([10, 26]),
+        candidates=torch.tensor([[0, 1, 9, 2], [3, 4, 5, 10]]),
         accept_len=torch.tensor([1, 3]),
-        next_prefix_len=torch.tensor([12, 30]),
         bonus=torch.tensor([7, 8]),
-        rejected=torch.tensor([9, 10]),
         stale=torch.arange(BS * B).view(BS, B) + 20,
     )
     pool.store(torch.tensor([1, 2]), block)
@@ -126,6 +126,20 @@ def test_nan_in_an_unused_row_reaches_nothing(model: Any) -> None:
     pool.hidden[1] = float("nan")
     embeds = torch.randn(B, H)
     assert torch.equal(_draft(model, embeds, torch.tensor([1]), torch.arange(B).unsqueeze(0)), embeds)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_row_that_is_not_finite_is_refused(model: Any, value: float) -> None:
+    """The bad row drafts from its mask embedding, bit for bit, and is counted; the request's good row is relayed."""
+    pool, _ = _attach(model)
+    _stored(pool)
+    pool.hidden[1, 3, 0] = value  # source of row 2; row 1 reads source row 2
+    embeds = torch.randn(BS * B, H)
+    fed = _draft(model, embeds, torch.tensor([1, 2]), torch.tensor([[12], [30]]) + torch.arange(B))
+    assert fed.isfinite().all()
+    changed = (fed != embeds).any(dim=1).view(BS, B)
+    assert changed.tolist() == [[False, True, False, False], [False] * B]
+    assert pool.drafted_rows(torch.tensor([1, 2])).tolist() == [[1, 1, 1], [0, 0, 3]]
 
 
 def test_without_a_pool_the_model_is_the_hosts(model: Any) -> None:

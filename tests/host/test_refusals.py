@@ -88,6 +88,15 @@ REFUSALS: dict[str, Refusal] = {
     "switch": Refusal("SGLANG_DFLOW_RELAY is 'maybe', expected on or off", env={"SGLANG_DFLOW_RELAY": "maybe"}),
 }
 
+HOST_REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
+    "LoRA": (
+        ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"),
+        "LoRA is only compatible with .* not DFLOW",
+    ),
+    "captured states without a draft": (("--enable-return-aux-hidden-states",), "capture convention, got 'DFLOW'"),
+}
+"""What the host supports for DFLASH by name and refuses for DFLOW in its own words (host_sites.py)."""
+
 
 def _drafter(good: Path, edit: Edit, path: Path) -> Path:
     config = json.loads((good / "config.json").read_text())
@@ -104,7 +113,9 @@ def outcomes(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFacto
     """Outcome of every launch, from one process."""
     scratch = tmp_path_factory.mktemp("drafters")
     commands = []
-    for name, refusal in {**REFUSALS, "good": Refusal("")}.items():
+    by_host = {name: Refusal(words, args=args) for name, (args, words) in HOST_REFUSALS.items()}
+    launches = {**REFUSALS, **by_host, "good": Refusal("")}
+    for name, refusal in launches.items():
         argv = ["--model-path", str(target), "--device", "cpu", "--speculative-algorithm", "DFLOW", *refusal.args]
         if name != "no drafter":
             path = _drafter(drafter, refusal.edit, scratch / name.replace(" ", "-"))
@@ -122,7 +133,7 @@ def outcomes(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFacto
     )
     lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("LAUNCH ")]
     assert len(lines) == len(commands), run.stdout[-2000:] + run.stderr[-2000:]
-    return dict(zip([*REFUSALS, "good"], lines))
+    return dict(zip(launches, lines))
 
 
 def test_the_good_drafter_is_accepted(outcomes: dict[str, dict[str, Any]]) -> None:
@@ -137,6 +148,13 @@ def test_refused_with_one_message(outcomes: dict[str, dict[str, Any]], name: str
     assert outcome["error"] == "ValueError", outcome
     assert re.search(refusal.words, outcome["message"]), outcome["message"]
     assert f"{refusal.problems} problem(s)" in outcome["message"]
+
+
+@pytest.mark.parametrize("name", HOST_REFUSALS)
+def test_refused_by_the_host(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    """Fails when the host starts to accept DFLOW here: then the feature must be tested, or refused by us."""
+    assert outcomes[name]["error"] == "ValueError", outcomes[name]
+    assert re.search(HOST_REFUSALS[name][1], outcomes[name]["message"])
 
 
 def test_wrong_host_version_stops_a_real_launch(target: Path, drafter: Path, tmp_path: Path) -> None:

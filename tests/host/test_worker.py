@@ -6,6 +6,7 @@ request's states into another's draft would only lower acceptance there.
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
-from sglang_dflow.relay.pool import RelayPool
+from sglang_dflow.relay.pool import DraftRows, RelayPool
+from sglang_dflow.serving.metrics import RELAYED_KEY, DropReason, RelayMetrics
 from sglang_dflow.serving.worker import DFlowWorker
 
 B, H, ROWS = 4, 3, 6
@@ -35,6 +37,7 @@ class Steps:
         )
         self.worker: Any = DFlowWorker.__new__(DFlowWorker)
         self.worker._pool, self.worker.block_size = self.pool, B
+        self.worker._metrics = self.metrics = RelayMetrics(B, self.pool.rule)
         self.worker._req_pool_indices = self.worker._accepted = None
         self.worker._forget_relayed = False
         self.projected = torch.empty(0)
@@ -67,21 +70,25 @@ class Steps:
 
     def verify(
         self, slots: list[int], prefix_lens: list[int], accept_lens: list[int], fill: float = 1.0, **logits: Any
-    ) -> None:
-        """One draft-verify iteration: remembers what the drafts read, then commits."""
+    ) -> Any:
+        """One draft-verify iteration: remembers what the drafts read, then commits. Returns the worker's result."""
         prefix = torch.tensor(prefix_lens)
         candidates = torch.arange(len(slots) * B).view(-1, B) + 1000  # [bs, B]
         accept = torch.tensor(accept_lens, dtype=torch.int32)
 
-        def step() -> None:
-            read = self.pool.read(torch.tensor(slots), prefix.unsqueeze(1) + torch.arange(B))
+        def step() -> Any:
+            indices = torch.tensor(slots)
+            read = self.pool.read(indices, prefix.unsqueeze(1) + torch.arange(B))
             self.drafted_from.append(read.mask.sum(dim=1))
+            self.pool.note_draft(indices, DraftRows(self.drafted_from[-1], torch.zeros_like(indices), read.accept_len))
             self._accepted = (accept, accept + 1, torch.arange(len(slots)) + 7, None, None)
             self.worker._accept_block(candidates=candidates, prefix_lens=prefix, **logits)
             self.projected = torch.full((len(slots) * B, H), fill)
             self.worker._append_target_hidden_to_draft_kv_by_loc(commit_lens=accept + 1)
+            logits_output = SimpleNamespace(auxiliary_device_output=None)
+            return SimpleNamespace(accept_lens=accept + 1, logits_output=logits_output)
 
-        self.worker.forward_batch_generation(self._batch(slots, extend=False, step=step))
+        return self.worker.forward_batch_generation(self._batch(slots, extend=False, step=step))
 
     @property
     def relayed(self) -> list[int]:
@@ -142,6 +149,30 @@ def test_stale_tokens_are_the_targets_own(monkeypatch: pytest.MonkeyPatch, is_al
     assert torch.equal(steps.pool.stale[1:3].flatten(), given)
 
 
+def test_rounds_reach_the_counters_with_the_hosts_copy(steps: Steps) -> None:
+    """By the host's auxiliary output: nothing is counted before the copy, and only rounds that committed tokens."""
+    steps.prefill([1, 2])
+    steps.verify([1, 2], [10, 20], [0, 2])
+    result = steps.verify([2, 1], [23, 11], [3, 1])
+    copied: list[torch.Tensor] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        return tensor.clone()
+
+    on_host = result.logits_output.auxiliary_device_output.copy_to_host(copy)
+    assert len(copied) == 1 and steps.metrics.total.rounds == 0
+    steps.verify([2, 1], [27, 13], [0, 0])  # the next round overwrites the pool's own columns
+    reqs = [SimpleNamespace(customized_info=None, output_ids=[5, 6, 7]) for _ in range(2)]
+    commits = [SimpleNamespace(output_index=1, token_ids=(6, 7)), None]  # the second request was retracted meanwhile
+    on_host.consume(SimpleNamespace(reqs=reqs), commits)
+    total = steps.metrics.total
+    assert (total.rounds, total.tokens, total.relayed_rows, total.eligible_rows) == (1, 2, 1, 3)
+    assert total.dropped_rows == Counter({DropReason.NOTHING_REJECTED: 2})
+    assert total.accepted == Counter([1, 2, 3])
+    assert reqs[0].customized_info == {RELAYED_KEY: [None, 1, None]} and reqs[1].customized_info is None
+
+
 def test_planted_state_reaches_no_other_request(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation through slot reuse; and the same scenario leaks when the invalidation is taken away."""
 
@@ -162,7 +193,7 @@ def test_flush_and_weight_update_forget(steps: Steps, selector: str) -> None:
     """A weight update of any role, asked as the host's updater asks, and a cache flush."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-    from sglang_dflow.hooks.weight_update import forget_on_weight_update
+    from sglang_dflow.hooks.weight_update import on_weight_update
 
     steps.worker.draft_model_runner = None
     steps.prefill([1])
@@ -174,11 +205,22 @@ def test_flush_and_weight_update_forget(steps: Steps, selector: str) -> None:
             tp_worker=SimpleNamespace(weight_update_runners=lambda: []), draft_worker=steps.worker
         )
         runners = SchedulerWeightUpdaterManager._select_runners(updater, selector)
-        forget_on_weight_update(runners, updater, selector)
+        on_weight_update(runners, updater, selector)
     steps.verify([1], [11], [0])
     assert steps.relayed == [0]
     steps.verify([1], [12], [0])
     assert steps.relayed == [3], "forgotten once, not for ever"
+
+
+def test_target_files_stay_out_of_the_drafter(steps: Steps) -> None:
+    """An update from disk has no selector and brings the target's files; one that names the drafter reaches it."""
+    from sglang_dflow.hooks.weight_update import on_weight_update
+
+    runners = [("target", 1), ("draft", 2)]
+    ours, other = SimpleNamespace(draft_worker=steps.worker), SimpleNamespace(draft_worker=object())
+    assert on_weight_update(runners, ours) == [("target", 1)]
+    assert on_weight_update(runners, ours, "all") is None
+    assert on_weight_update(runners, other) is None
 
 
 def test_idle_iteration_touches_nothing(steps: Steps) -> None:
@@ -198,7 +240,7 @@ def test_no_host_read_in_the_decode_path(steps: Steps, monkeypatch: pytest.Monke
         raise AssertionError("host read in the decode path")
 
     steps.prefill([1, 2])
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     steps.verify([1, 2], [10, 20], [0, 3])
     monkeypatch.undo()

@@ -36,11 +36,13 @@ class ArmResult(NamedTuple):
         outputs: concurrency -> answers, in the order of the prompts.
         rounds: every verified block, in the order of verification (traced arms only).
         extra: whatever `ask` returned.
+        log: what the server logged.
     """
 
     outputs: dict[int, list[Completion]]
     rounds: list[Round]
     extra: Any
+    log: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Arm:
             }
             extra = self.ask(server)
         rounds = read_trace(Path(self.probe["trace"])) if "trace" in self.probe else []
-        return ArmResult(outputs=outputs, rounds=rounds, extra=extra)
+        return ArmResult(outputs=outputs, rounds=rounds, extra=extra, log=server.log_text())
 
     def probe_env(self) -> dict[str, str]:
         """Environment that makes a server load the probe plugin; empty without one."""

@@ -14,7 +14,8 @@ A case is `NAME/drafter/` (checkpoint) and `NAME/inputs.safetensors`:
     embedding, head [V, H]
 
 It leaves `NAME/served.safetensors`: `logits` [A, B-1, V] of the next block's proposals given the true tokens before
-them, `argmax` of those, the host's own `proposals` [A, B-1], and `relayed` [A, B], the rows that took a relay.
+them, `argmax` of those, the host's own `proposals` [A, B-1], and `relayed` [A, B], the rows that took a relay. In fp32
+also the draft's `hidden` [A, B, H], and the same `replayed` from a graph that was captured before the verification.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Round:
             req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=self.kv, is_hybrid_swa=False
         )
         self.backend = TorchAttentionBackend(runner)
+        self.runner = SimpleNamespace(model=model, attn_backend=self.backend)
         self.embed = torch.nn.Embedding.from_pretrained(inputs["embedding"])
         self.worker = self._worker()
 
@@ -154,8 +156,8 @@ class Round:
             commit_lens=accept_len + 1,
         )
 
-    def draft(self, mask_token_id: int) -> torch.Tensor:
-        """Hidden states [A, B, H] of the next block."""
+    def draft(self, mask_token_id: int, graph: Any = None) -> torch.Tensor:
+        """Hidden states [A, B, H] of the next block, eagerly or by replay of a `DraftGraphRunner`."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -168,6 +170,8 @@ class Round:
             ids = torch.full((len(rows), self.block), mask_token_id)
             ids[:, 0] = self.inputs["tokens"][rows, 0]
             batch: Any = SimpleNamespace(
+                input_ids=ids.flatten(),
+                positions=positions,
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 batch_size=len(rows),
                 req_pool_indices=self.slots[rows],
@@ -176,9 +180,13 @@ class Round:
                 out_cache_loc=self.own[rows].gather(1, (accept + 1)[:, None] + offsets).flatten(),
                 out_cache_loc_is_physical=True,
             )
-            self.backend.init_forward_metadata(batch)
+            embeds = self.embed(ids.flatten())
             with forward_context(ForwardContext(attn_backend=self.backend)):
-                out = self.model.forward(ids.flatten(), positions, batch, self.embed(ids.flatten()))
+                if graph is not None:
+                    out = graph.execute(batch, input_embeds=embeds)
+                else:
+                    self.backend.init_forward_metadata(batch)
+                    out = self.model.forward(ids.flatten(), positions, batch, embeds)
             parts.append(out.hidden_states.view(len(rows), self.block, -1))
         return torch.cat(parts)
 
@@ -228,12 +236,19 @@ def host_proposals(model: Any, hidden: torch.Tensor, inputs: dict[str, torch.Ten
 @torch.no_grad()
 def serve(case: Path) -> None:
     """Play one case."""
+    from sglang_dflow.cpu.graph_runner import DraftGraphRunner
+
     inputs = load_file(case / "inputs.safetensors")
     config = json.loads((case / "drafter" / "config.json").read_text())
     model = load_draft_model(case / "drafter", inputs["captured"].dtype)
+    mask_token_id = config["dflash_config"]["mask_token_id"]
     played = Round(model, inputs)
+    graph: Any = None
+    if played.dtype == torch.float32:
+        graph = DraftGraphRunner(played.runner, max_batch_size=CHUNK)
+        played.draft(mask_token_id, graph)  # captured while the relay pool is empty
     played.verify()
-    hidden = played.draft(config["dflash_config"]["mask_token_id"])
+    hidden = played.draft(mask_token_id)
     logits = teacher_forced_logits(model, hidden, inputs)
     served = {
         "argmax": logits.argmax(-1),
@@ -242,6 +257,7 @@ def serve(case: Path) -> None:
     }
     if logits.dtype == torch.float32:
         served["logits"] = logits
+        served["hidden"], served["replayed"] = hidden, played.draft(mask_token_id, graph)
     save_file({name: tensor.contiguous() for name, tensor in served.items()}, case / "served.safetensors")
 
 

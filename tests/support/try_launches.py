@@ -3,7 +3,7 @@
 usage: python -m tests.support.try_launches < commands.json   (a list of {"argv": [..], "env": {..}})
 
 Runs the same calls as the host's launcher up to the point where it would fork: plugins, argument parsing,
-resolution. One process for many commands, since importing the host takes most of the time of a launch.
+resolution, checks. One process for many commands, since importing the host takes most of the time of a launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main() -> None:
         saved = dict(os.environ)
         os.environ.update(command.get("env", {}))
         try:
-            prepare_server_args(command["argv"]).resolve_once()
+            server_args = prepare_server_args(command["argv"])
+            server_args.resolve_once()
+            server_args.check_server_args()
             outcome = {"error": None, "message": ""}
         except Exception as error:  # the test asks which
             outcome = {"error": type(error).__name__, "message": str(error)}

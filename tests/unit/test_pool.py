@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
-from sglang_dflow.relay.pool import RelayPool, RelayStats, VerifiedBlock
+from sglang_dflow.relay.pool import EMPTY, DraftRows, RelayPool, VerifiedBlock
 
 B, H, ROWS = 8, 4, 5
 
@@ -29,10 +29,10 @@ def _block(accept_lens: list[int], prefix_lens: list[int]) -> VerifiedBlock:
     hidden = torch.arange(bs * B, dtype=torch.float32).view(bs, B, 1).expand(bs, B, H)  # row r*B+j
     return VerifiedBlock(
         hidden=hidden,
+        prefix_lens=torch.tensor(prefix_lens),
+        candidates=200 + 10 * torch.arange(bs).unsqueeze(1) + torch.arange(B),  # row j of request r: 200 + 10r + j
         accept_len=accept_len,
-        next_prefix_len=torch.tensor(prefix_lens) + accept_len + 1,
         bonus=torch.arange(bs) + 100,
-        rejected=torch.arange(bs) + 200,
     )
 
 
@@ -46,7 +46,7 @@ def test_reads_back_what_the_same_request_stored() -> None:
     pool.store(torch.tensor([3, 1]), _block([2, 0], [10, 50]))
     read = pool.read(torch.tensor([1, 3]), _positions([51, 13]))
     assert read.bonus.tolist() == [101, 100]
-    assert read.rejected.tolist() == [201, 200]
+    assert read.rejected.tolist() == [211, 203], "the drafted token at row a+1"
     # Request 1: a=0, rows t=1..7 from j=1..7 of batch row 1. Request 3: a=2, t=1..5 from j=3..7 of batch row 0.
     assert read.mask.tolist() == [[True] * 7, [True] * 5 + [False] * 2]
     assert read.hidden[0, :, 0].tolist() == [B + j for j in range(1, 8)]
@@ -86,12 +86,11 @@ def test_nothing_is_relayed_after(name: str, act) -> None:
 
 
 def test_padding_row_stays_empty() -> None:
-    """Padded rows of a CUDA graph read row 0: never relayed, never counted."""
+    """Padded rows of a CUDA graph read row 0: never relayed."""
     pool = _pool()
     pool.store(torch.tensor([1]), _block([0], [10]))
     read = pool.read(torch.tensor([1, 0, 0]), _positions([11, 0, 0]))
-    assert not read.mask[1:].any()
-    assert pool.stats() == RelayStats(relayed_rows=7, eligible_rows=7)
+    assert read.mask[0].all() and not read.mask[1:].any()
 
 
 def test_storage_does_not_alias_the_source() -> None:
@@ -104,13 +103,21 @@ def test_storage_does_not_alias_the_source() -> None:
     assert (pool.hidden[1] >= 0).all()
 
 
-def test_hit_rate_counts_relayed_of_eligible() -> None:
-    pool = _pool(RelaySource.SUFFIX)
-    pool.store(torch.tensor([1]), _block([2], [10]))
-    pool.read(torch.tensor([1]), _positions([13]))  # suffix, a=2: rows 2..5
-    assert pool.stats() == RelayStats(relayed_rows=4, eligible_rows=7)
-    assert pool.stats().hit_rate == pytest.approx(4 / 7)
-    assert RelayStats(0, 0).hit_rate == 0.0
+def test_read_tells_the_round_that_it_comes_from() -> None:
+    """`a` where the stored round ends at the draft's first position, else nothing: also where some rows still fit."""
+    pool = _pool()
+    pool.store(torch.tensor([1, 2]), _block([2, 0], [10, 50]))
+    assert pool.read(torch.tensor([2, 1, 3, 0]), _positions([51, 13, 9, 0])).accept_len.tolist() == [0, 2, EMPTY, EMPTY]
+    assert pool.read(torch.tensor([2]), _positions([53])).accept_len.tolist() == [EMPTY]
+
+
+def test_drafts_are_noted_by_slot() -> None:
+    """Whatever the order of the batch; a reader owns what it gets."""
+    pool = _pool()
+    pool.note_draft(torch.tensor([3, 1]), DraftRows(torch.tensor([5, 2]), torch.tensor([0, 1]), torch.tensor([1, -1])))
+    rows = pool.drafted_rows(torch.tensor([1, 3]))
+    pool.note_draft(torch.tensor([1]), DraftRows(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])))
+    assert rows.tolist() == [[2, 1, -1], [5, 0, 1]]
 
 
 def test_no_host_read_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +130,9 @@ def test_no_host_read_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     pool.store(indices, block)
-    pool.read(indices, positions)
+    read = pool.read(indices, positions)
+    pool.note_draft(indices, DraftRows(read.mask.sum(1), read.mask.sum(1), read.accept_len))
+    pool.drafted_rows(indices)
     pool.invalidate(indices)
     pool.set_enabled(True)
     pool.clear()
@@ -132,9 +141,28 @@ def test_no_host_read_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_empty_batch_is_a_no_op() -> None:
     pool = _pool()
     none = torch.empty((0,), dtype=torch.int64)
-    pool.store(none, VerifiedBlock(torch.empty((0, B, H)), none, none, none, none))
+    pool.store(none, VerifiedBlock(torch.empty((0, B, H)), none, torch.empty((0, B), dtype=torch.int64), none, none))
     assert (pool.next_prefix_len == -1).all()
 
 
-def test_nbytes_is_the_formula_of_the_docs() -> None:
-    assert _pool().nbytes == ROWS * (B * H * 4 + 4 * 8) + 1 + 2 * 8
+@pytest.mark.parametrize("stale_token", [False, True])
+def test_nbytes_is_the_formula_of_the_docs(stale_token: bool) -> None:
+    """And it counts every tensor of the pool: what it leaves out would be missing where memory is planned."""
+    pool = _pool(stale_token=stale_token)
+    assert pool.nbytes == ROWS * (B * H * 4 + 56 + 8 * B * stale_token) + 1
+    assert pool.nbytes == sum(value.nbytes for value in vars(pool).values() if isinstance(value, torch.Tensor))
+
+
+def test_256_requests_of_an_8b_target_stay_under_40_mb() -> None:
+    """H = 4096, B = 16, bf16, with everything a pool can hold; allocated nowhere."""
+    pool = RelayPool(
+        num_rows=257,
+        block_size=16,
+        hidden_size=4096,
+        rule=RelayRule.of(RelaySource.SUFFIX, shift_label=False),
+        dtype=torch.bfloat16,
+        device="meta",
+        stale_token=True,
+        use_kernels=True,
+    )
+    assert pool.nbytes < 40e6

@@ -6,6 +6,8 @@ PYTHONPATH; it never ships. What it does is chosen by the JSON in DFLOW_PROBE:
     {"trace": FILE}            append one JSON line per verified block: prefix lengths, proposals, accept lengths
     {"noise": true}            the relay pool stores noise instead of states (output must not change)
     {"greedy_verify": true}    sampled requests are verified greedily (a distribution test must notice)
+
+`dflow_probe_lives.py` adds more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ def register() -> None:
         _noise()
     if wanted.get("greedy_verify"):
         _greedy_verify()
+    if {"lives", "switches", "pure"} & wanted.keys():
+        import dflow_probe_lives
+
+        dflow_probe_lives.register(wanted)
 
 
 def _trace(path: str) -> None:

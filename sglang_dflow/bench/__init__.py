@@ -1,0 +1,1 @@
+"""`sglang-dflow bench`: measurements of served speculation, and the report on them."""
