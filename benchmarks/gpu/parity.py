@@ -221,17 +221,18 @@ def check(case: Case, device: str, *, seed: int = 0) -> Outcome:
         each.hidden[0] = float("nan")
         if refused is not None:
             each.hidden[batch.slots[refused[0]], sources[refused], -1] = float("nan")
-    drafted = torch.tensor([[0, 0, -1]] * len(indices))
+    rounds = torch.tensor([[0, 0, -1, 0]] * len(indices))
     for request, row in sources:
-        drafted[request, 1 if (request, row) == refused else 0] += 1
+        rounds[request, 1 if (request, row) == refused else 0] += 1
     for request, accept_len in enumerate(batch.block.accept_len.tolist()):
+        rounds[request, 3] = accept_len
         if int(batch.starts[request]) == int(pool.next_prefix_len[batch.slots[request]]):
-            drafted[request, 2] = accept_len
+            rounds[request, 2] = accept_len
 
     outputs = []
     for each in (pool, reference):
         out = relayed_input(each, batch.relay, embedding, indices, positions, batch.blocks.clone())
-        assert torch.equal(each.drafted[indices].cpu(), drafted), "rows taken, refused, or the accept length"
+        assert torch.equal(each.last_rounds(indices).cpu(), rounds), "rows taken, refused, or the accept length"
         changed = torch.zeros(out.shape[:2], dtype=torch.bool, device=device)
         for request, row in sources:
             changed[request, row] = (request, row) != refused

@@ -111,17 +111,17 @@ class RelayPool:
         self.row_stats: torch.Tensor | None = None  # mean and variance of every state, for the kernels' LayerNorm
         if self.use_kernels:
             self.row_stats = torch.zeros((num_rows, block_size, 2), dtype=torch.float32, device=device)
-        # Each slot's last draft, the columns of `DraftRows`. Written inside the graph.
-        self.drafted = torch.zeros((num_rows, 3), dtype=torch.int64, device=device)
+        # Each slot's last round: the columns of `DraftRows`, written inside the draft's graph, then `a`, written by `store`.
+        self.rounds = torch.zeros((num_rows, 4), dtype=torch.int64, device=device)
 
     @property
     def row_nbytes(self) -> dict[str, int]:
         """Device bytes of one row by what they hold.
 
-        `B * H * itemsize` for the states, 56 for the integers, `8 * B` for stale tokens and as much for the kernels'
+        `B * H * itemsize` for the states, 64 for the integers, `8 * B` for stale tokens and as much for the kernels'
         statistics.
         """
-        integers = (self.next_prefix_len, self.accept_len, self.bonus, self.rejected, self.drafted)
+        integers = (self.next_prefix_len, self.accept_len, self.bonus, self.rejected, self.rounds)
         columns: dict[str, tuple[torch.Tensor | None, ...]] = {
             "states": (self.hidden,),
             "integers": integers,
@@ -154,6 +154,7 @@ class RelayPool:
             (self.rejected, block.candidates.gather(1, row).squeeze(1)),
         ):
             column.index_copy_(0, req_pool_indices, values.to(torch.int64))
+        self.rounds[:, 3].index_copy_(0, req_pool_indices, block.accept_len.to(torch.int64))
         if self.stale is not None:
             assert block.stale is not None
             self.stale.index_copy_(0, req_pool_indices, block.stale.to(torch.int64))
@@ -188,12 +189,12 @@ class RelayPool:
         req_pool_indices: torch.Tensor,  # int64 [bs]; 0 in padded rows
         rows: DraftRows,
     ) -> None:
-        """Leave what a draft relayed for `drafted_rows`. Part of the draft's graph."""
-        self.drafted.index_copy_(0, req_pool_indices, torch.stack(rows, dim=1))
+        """Leave what a draft relayed for `last_rounds`. Part of the draft's graph."""
+        self.rounds[:, :3].index_copy_(0, req_pool_indices, torch.stack(rows, dim=1))
 
-    def drafted_rows(self, req_pool_indices: torch.Tensor) -> torch.Tensor:  # int64 [bs]
-        """Return the columns of `DraftRows` for these requests' last draft, a copy: int64 [bs, 3]."""
-        return self.drafted[req_pool_indices]
+    def last_rounds(self, req_pool_indices: torch.Tensor) -> torch.Tensor:  # int64 [bs]
+        """Return these requests' last round, a copy: int64 [bs, 4], the columns of `DraftRows` and the round's own `a`."""
+        return self.rounds[req_pool_indices]
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]
         """Empty the rows of these requests: they prefilled, so what the rows hold is not theirs or not current."""

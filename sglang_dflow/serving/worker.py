@@ -178,8 +178,7 @@ class DFlowWorker(DFlashWorkerV2):
     def _report_round(self, result: Any) -> None:
         """Send what this round relayed and accepted to the scheduler, with the host's copy of the result."""
         assert self._pool is not None and self._metrics is not None and self._req_pool_indices is not None
-        accept_lens = result.accept_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the host's count the bonus
-        rows = torch.cat((self._pool.drafted_rows(self._req_pool_indices), accept_lens), dim=1)  # [bs, 4]
+        rows = self._pool.last_rounds(self._req_pool_indices)  # [bs, 4]
         result.logits_output.auxiliary_device_output = RoundOutput(rows, self._metrics)
 
     def _accept_block(self, *, candidates: torch.Tensor, prefix_lens: torch.Tensor, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ def test_row_that_is_not_finite_is_refused(model: Any, value: float) -> None:
     assert fed.isfinite().all()
     changed = (fed != embeds).any(dim=1).view(BS, B)
     assert changed.tolist() == [[False, True, False, False], [False] * B]
-    assert pool.drafted_rows(torch.tensor([1, 2])).tolist() == [[1, 1, 1], [0, 0, 3]]
+    assert pool.last_rounds(torch.tensor([1, 2]))[:, :3].tolist() == [[1, 1, 1], [0, 0, 3]]
 
 
 def test_without_a_pool_the_model_is_the_hosts(model: Any) -> None:

@@ -64,7 +64,7 @@ def test_the_host_sizes_its_kv_cache_without_the_pools_bytes(monkeypatch: pytest
     without = _tokens_sized(monkeypatch, _worker(monkeypatch))
     monkeypatch.setenv(RelaySettings.VARIABLE, "on")
     worker = _worker(monkeypatch)
-    nbytes = (MAX_RUNNING + 1) * (B * H * 2 + 56) + 1
+    nbytes = (MAX_RUNNING + 1) * (B * H * 2 + 64) + 1
     assert worker._pool.nbytes == nbytes
     assert without == BUDGET // CELL
     assert without - _tokens_sized(monkeypatch, worker) == -(-nbytes // CELL)

@@ -111,13 +111,15 @@ def test_read_tells_the_round_that_it_comes_from() -> None:
     assert pool.read(torch.tensor([2]), _positions([53])).accept_len.tolist() == [EMPTY]
 
 
-def test_drafts_are_noted_by_slot() -> None:
+def test_rounds_are_noted_by_slot() -> None:
     """Whatever the order of the batch; a reader owns what it gets."""
     pool = _pool()
+    pool.store(torch.tensor([1, 3]), _block([2, 6], [10, 50]))
     pool.note_draft(torch.tensor([3, 1]), DraftRows(torch.tensor([5, 2]), torch.tensor([0, 1]), torch.tensor([1, -1])))
-    rows = pool.drafted_rows(torch.tensor([1, 3]))
+    rows = pool.last_rounds(torch.tensor([1, 3]))
     pool.note_draft(torch.tensor([1]), DraftRows(torch.tensor([0]), torch.tensor([0]), torch.tensor([0])))
-    assert rows.tolist() == [[2, 1, -1], [5, 0, 1]]
+    pool.store(torch.tensor([1]), _block([0], [13]))
+    assert rows.tolist() == [[2, 1, -1, 2], [5, 0, 1, 6]]
 
 
 def test_no_host_read_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +134,7 @@ def test_no_host_read_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.store(indices, block)
     read = pool.read(indices, positions)
     pool.note_draft(indices, DraftRows(read.mask.sum(1), read.mask.sum(1), read.accept_len))
-    pool.drafted_rows(indices)
+    pool.last_rounds(indices)
     pool.invalidate(indices)
     pool.set_enabled(True)
     pool.clear()
@@ -149,7 +151,7 @@ def test_empty_batch_is_a_no_op() -> None:
 def test_nbytes_is_the_formula_of_the_docs(stale_token: bool) -> None:
     """And it counts every tensor of the pool: what it leaves out would be missing where memory is planned."""
     pool = _pool(stale_token=stale_token)
-    assert pool.nbytes == ROWS * (B * H * 4 + 56 + 8 * B * stale_token) + 1
+    assert pool.nbytes == ROWS * (B * H * 4 + 64 + 8 * B * stale_token) + 1
     assert pool.nbytes == sum(value.nbytes for value in vars(pool).values() if isinstance(value, torch.Tensor))
 
 

@@ -6,7 +6,7 @@
 A tile of features needs the same columns of beta and of gamma, so both products run side by side and neither is
 written to memory; mean and variance were left by `relay_store`. A relayed row whose result is not finite keeps its
 bits: a state with a NaN or an infinity makes its whole row so, in every tile; a mere overflow (float16) keeps only the
-tile that overflows, where the torch path refuses the row. What became of each request's rows is left in `pool.drafted`.
+tile that overflows, where the torch path refuses the row. What became of each request's rows is left in `pool.rounds`.
 
 Reference: `RelayModulation.forward` and the rest of `draft_input.relayed_input`.
 """
@@ -45,7 +45,7 @@ def _relay_apply_kernel(
     enabled,  # [1]
     hidden,  # [num_rows, B, H]
     row_stats,  # [num_rows, B, 2]
-    drafted,  # [num_rows, 3]
+    rounds,  # [num_rows, 4]
     weight,  # [2H, W]
     bias,  # [2H]
     norm_weight,  # [H]
@@ -117,9 +117,9 @@ def _relay_apply_kernel(
         ends_here = tl.load(next_prefix_len + own_slot) == first_position
         took = tl.sum(tl.reshape(kept.to(tl.int64), (REQUESTS, ROWS)), axis=1)
         refused = tl.sum(tl.reshape((relayed & ~kept).to(tl.int64), (REQUESTS, ROWS)), axis=1)
-        tl.store(drafted + own_slot * 3, took, mask=is_member)
-        tl.store(drafted + own_slot * 3 + 1, refused, mask=is_member)
-        tl.store(drafted + own_slot * 3 + 2, tl.where(ends_here, accepted, EMPTY), mask=is_member)
+        tl.store(rounds + own_slot * 4, took, mask=is_member)
+        tl.store(rounds + own_slot * 4 + 1, refused, mask=is_member)
+        tl.store(rounds + own_slot * 4 + 2, tl.where(ends_here, accepted, EMPTY), mask=is_member)
 
 
 def relay_apply(
@@ -159,7 +159,7 @@ def relay_apply(
         pool.enabled,
         pool.hidden,
         pool.row_stats,
-        pool.drafted,
+        pool.rounds,
         linear.weight,
         linear.bias,
         norm.weight,

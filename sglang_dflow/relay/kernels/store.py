@@ -21,7 +21,7 @@ from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 def store_bytes(*, batch_size: int, block_size: int, hidden_size: int, itemsize: int, stale_token: bool) -> int:
     """Bytes that the launch moves: every state read and written, statistics and integers."""
     row = 2 * hidden_size * itemsize + 8 + (16 if stale_token else 0)
-    return batch_size * (block_size * row + 5 * 8 + 4 * 8)
+    return batch_size * (block_size * row + 5 * 8 + 5 * 8)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -40,6 +40,7 @@ def _relay_store_kernel(
     pool_bonus,  # [num_rows]
     pool_rejected,  # [num_rows]
     pool_stale,  # [num_rows, B] or None
+    pool_rounds,  # [num_rows, 4]
     H,
     B,
     BLOCK_H: tl.constexpr,
@@ -65,6 +66,7 @@ def _relay_store_kernel(
         accepted = tl.load(accept_len + request).to(tl.int64)
         boundary = tl.minimum(accepted + 1, B - 1)
         tl.store(pool_accept_len + slot, accepted)
+        tl.store(pool_rounds + slot * 4 + 3, accepted)
         tl.store(pool_next_prefix_len + slot, tl.load(prefix_lens + request).to(tl.int64) + accepted + 1)
         tl.store(pool_bonus + slot, tl.load(bonus + request).to(tl.int64))
         tl.store(pool_rejected + slot, tl.load(candidates + request * B + boundary).to(tl.int64))
@@ -105,6 +107,7 @@ def relay_store(pool: RelayPool, req_pool_indices: torch.Tensor, block: Verified
         pool.bonus,
         pool.rejected,
         pool.stale,
+        pool.rounds,
         hidden_size,
         block_size,
         BLOCK_H=block_h,

@@ -45,7 +45,7 @@ def _follow(path: str) -> None:
         prefix_lens, enabled = batch.seq_lens.tolist(), bool(worker._pool.enabled)
         result = original(worker, batch, *args, **kwargs)
         accept_lens = (result.accept_lens - 1).tolist()
-        relayed = worker._pool.drafted_rows(batch.req_pool_indices)[:, 0].tolist()
+        relayed = worker._pool.last_rounds(batch.req_pool_indices)[:, 0].tolist()
         write(
             kind="round", prefix_lens=prefix_lens, accept_lens=accept_lens, relayed=relayed, enabled=enabled, **common
         )
