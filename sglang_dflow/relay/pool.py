@@ -111,7 +111,7 @@ class RelayPool:
         self.row_stats: torch.Tensor | None = None  # mean and variance of every state, for the kernels' LayerNorm
         if self.use_kernels:
             self.row_stats = torch.zeros((num_rows, block_size, 2), dtype=torch.float32, device=device)
-        # Each slot's last round: the columns of `DraftRows`, written in the draft's graph, then `a`, written by `store`.
+        # Each slot's last round: the columns of `DraftRows` (written in the draft's graph), then `a` (by `store`).
         self.rounds = torch.zeros((num_rows, 4), dtype=torch.int64, device=device)
 
     @property
@@ -193,7 +193,7 @@ class RelayPool:
         self.rounds[:, :3].index_copy_(0, req_pool_indices, torch.stack(rows, dim=1))
 
     def last_rounds(self, req_pool_indices: torch.Tensor) -> torch.Tensor:  # int64 [bs]
-        """Return these requests' last round, a copy: int64 [bs, 4], columns of `DraftRows`, then the round's own `a`."""
+        """Return these requests' last round, a copy: int64 [bs, 4], `DraftRows` by column, then the round's `a`."""
         return self.rounds[req_pool_indices]
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]
