@@ -4,9 +4,8 @@ usage: python -m benchmarks.relay_cost [--pairs 7] [--requests 6] [--max-new-tok
 
 DFLASH is the drafter without its relay, DFLOW the drafter as it is. For every pair both servers are started anew, in
 alternating order, and answer the same prompts at concurrency 1 in turn: the first, the second, the second, the first.
-The one that waits is stopped (SIGSTOP), so that its scheduler's polling takes no core. New servers, because one start
-differs from the next by about as much as the relay costs (measured: one start of both, four quiet pairs, 0.971 to
-0.991, so DFLOW the faster; seven starts, machine busy at times, 0.950 to 1.077).
+The one that waits is stopped (SIGSTOP), so that its scheduler's polling takes no core. New servers for every pair, so that
+a lucky start cannot decide all pairs (one start of both gave 0.971 to 0.991 in four pairs: below 1, which cannot be the relay).
 
 A round's time is the time from the first token to the end of an answer over its verify steps, summed over the prompts.
 Reported is the median over pairs, with all pairs in the JSON line that ends the output. Exit status 1 if the arms'
@@ -30,6 +29,7 @@ from sglang_dflow.arguments import positive_int
 from sglang_dflow.bench.arms import DFLASH, DFLOW, Arm, make_arms
 from sglang_dflow.bench.client import Request, drive
 from sglang_dflow.bench.workload import add_arguments, models, settings, workload
+from sglang_dflow.cli import exit_on_signal
 from sglang_dflow.server import Server
 
 
@@ -118,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=positive_int, default=7, help="default: %(default)s")
     parser.set_defaults(requests=6, max_new_tokens=64, out=Path("runs/relay_cost"))
     args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a run that is ended must not leave stopped servers
+        signal.signal(number, exit_on_signal)
 
     served = models(args)
     asked = workload(args, served.target, args.requests)

@@ -1,7 +1,7 @@
 """The torch-CPU platform: the real SGLang server without a GPU, chosen by `SGLANG_PLATFORM=dflow_cpu`.
 
 Owns the entry point that the host calls while it resolves its platform. Limits: made for development, tests and
-the demo, not for speed; one rank, dense MHA/GQA models, no quantised KV cache.
+the demo, not for speed; dense MHA/GQA models, no quantised KV cache; no draft graph on several ranks.
 """
 
 from __future__ import annotations
