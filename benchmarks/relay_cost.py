@@ -1,40 +1,48 @@
-"""What a round costs with the relay: DFLOW against DFLASH on the same drafter, real servers, pair by pair.
+"""What a round costs with the relay: rounds of one real server, the relay attached and detached in turn.
 
-usage: python -m benchmarks.relay_cost [--pairs 7] [--requests 6] [--max-new-tokens 64] [--dtype float32] [--out DIR]
+usage: python -m benchmarks.relay_cost [--pairs 7] [--requests 6] [--max-new-tokens 48] [--dtype float32] [--out DIR]
 
-DFLASH is the drafter without its relay, DFLOW the drafter as it is. For every pair both servers are started anew, in
-alternating order, and answer the same prompts at concurrency 1 in turn: the first, the second, the second, the first.
-The one that waits is stopped (SIGSTOP), so that its scheduler's polling takes no core. New servers for every pair, so that
-a lucky start cannot decide all pairs (one start of both gave 0.971 to 0.991 in four pairs: below 1, which cannot be the relay).
+The CPU platform, concurrency 1. Every prompt is sent twice in a row, and the server (by the plugin `relay_toggle.py`,
+loaded for this run only) serves one of the two without its relay pool: the host's DFLASH round on the same weights. A
+pair is one pass over the prompts, in which the order of the two sides alternates from pair to pair. Reported is the
+median over pairs, with all pairs in the JSON line that ends the output. Exit status 1 if the sides' outputs differ.
 
-A round's time is the time from the first token to the end of an answer over its verify steps, summed over the prompts.
-Reported is the median over pairs, with all pairs in the JSON line that ends the output. Exit status 1 if the arms'
-outputs differ.
+Two servers, one for each side, were tried first: one start differs from the next by more than the relay costs (six
+pairs on a quiet machine: 0.953, 1.106, 1.114, 1.119, 0.887, 1.030).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import relay_toggle
 from sglang_dflow.arguments import positive_int
-from sglang_dflow.bench.arms import DFLASH, DFLOW, Arm, make_arms
-from sglang_dflow.bench.client import Request, drive
+from sglang_dflow.bench.arms import DFLOW, make_arms
+from sglang_dflow.bench.client import drive
+from sglang_dflow.bench.cost_probe import install
 from sglang_dflow.bench.workload import add_arguments, models, settings, workload
-from sglang_dflow.cli import exit_on_signal
-from sglang_dflow.server import Server
+from sglang_dflow.server import Server, ServerSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Round(NamedTuple):
+    """One decode round."""
+
+    request: int  # counts the server's prefills
+    relay: bool
+    seconds: float
 
 
 class Pair(NamedTuple):
-    """One measurement of both arms, milliseconds per round."""
+    """One pass over the prompts, mean milliseconds of a round."""
 
     dflash_ms: float
     dflow_ms: float
@@ -44,57 +52,21 @@ class Pair(NamedTuple):
         return self.dflow_ms / self.dflash_ms
 
 
-def round_ms(requests: Sequence[Request]) -> float:
-    """Mean milliseconds of a decode round over all requests."""
-    seconds = sum(request.latency_s - request.ttft_s for request in requests)
-    return 1e3 * seconds / sum(request.rounds for request in requests)
+def read_rounds(trace: Path) -> list[Round]:
+    """Read the plugin's trace."""
+    return [Round(*json.loads(line)) for line in trace.read_text().splitlines()]
 
 
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[None]:
-    """Let a stopped server run for a while."""
-    os.killpg(server.pid, signal.SIGCONT)
-    try:
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGSTOP)
-
-
-def _answer(server: Server, prompts_ids: Sequence[Sequence[int]], max_new_tokens: int) -> list[Request]:
-    with running(server):
-        return drive(server.url, prompts_ids, concurrency=1, max_new_tokens=max_new_tokens).requests
-
-
-@contextlib.contextmanager
-def serving(arms: Sequence[Arm], logs: Path) -> Iterator[dict[str, Server]]:
-    """Start the arms' servers one after the other, and leave all of them stopped."""
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for arm in arms:
-            assert arm.spec is not None
-            server = stack.enter_context(Server(arm.spec, log_path=logs / f"{arm.name}.log"))
-            # A stopped process does not act on the signal that ends it.
-            stack.callback(os.killpg, server.pid, signal.SIGCONT)
-            os.killpg(server.pid, signal.SIGSTOP)
-            servers[arm.name] = server
-        yield servers
-
-
-def measure(servers: dict[str, Server], prompts_ids: Sequence[Sequence[int]], *, max_new_tokens: int) -> Pair:
-    """Return the pair of one start; one prompt before it captures graphs and packs weights.
+def pair_of(rounds: Sequence[Round]) -> Pair:
+    """Return the mean round of either side.
 
     Raises:
-        RuntimeError: the arms' outputs differ.
+        RuntimeError: a side served nothing: the plugin did not switch.
     """
-    for server in servers.values():
-        _answer(server, prompts_ids[:1], max_new_tokens)
-    found: dict[str, list[Request]] = {name: [] for name in servers}
-    for name in (*servers, *reversed(servers)):
-        found[name] += _answer(servers[name], prompts_ids, max_new_tokens)
-    dflash, dflow = found[DFLASH], found[DFLOW]
-    if [request.output_ids for request in dflash] != [request.output_ids for request in dflow]:
-        raise RuntimeError("the arms' outputs differ: this is a bug, run `sglang-dflow verify`")
-    return Pair(round_ms(dflash), round_ms(dflow))
+    sides = {relay: [1e3 * one.seconds for one in rounds if one.relay == relay] for relay in (False, True)}
+    if not all(sides.values()):
+        raise RuntimeError(f"rounds with and without the relay: {len(sides[True])}, {len(sides[False])}; expected both")
+    return Pair(statistics.fmean(sides[False]), statistics.fmean(sides[True]))
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -109,6 +81,22 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
+def measure(server: Server, trace: Path, prompts_ids: Sequence[Sequence[int]], *, max_new_tokens: int) -> Pair:
+    """Send every prompt twice in a row, once more the first one so that the next pass begins with the other side.
+
+    Raises:
+        RuntimeError: the two answers to a prompt differ.
+    """
+    trace.write_text("")
+    for ids in prompts_ids:
+        first, second = drive(server.url, [ids, ids], concurrency=1, max_new_tokens=max_new_tokens).requests
+        if first.output_ids != second.output_ids:
+            raise RuntimeError("the answers with and without the relay differ: a bug, run `sglang-dflow verify`")
+    pair = pair_of(read_rounds(trace))
+    drive(server.url, prompts_ids[:1], concurrency=1, max_new_tokens=1)
+    return pair
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -116,30 +104,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     parser.add_argument("--pairs", type=positive_int, default=7, help="default: %(default)s")
-    parser.set_defaults(requests=6, max_new_tokens=64, out=Path("runs/relay_cost"))
+    parser.set_defaults(requests=6, max_new_tokens=48, out=Path("runs/relay_cost"))
     args = parser.parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a run that is ended must not leave stopped servers
-        signal.signal(number, exit_on_signal)
 
     served = models(args)
     asked = workload(args, served.target, args.requests)
     args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--max-total-tokens", "8192", *args.server_args.split())
-    arms = make_arms(["dflash", "dflow"], served, args.out, dtype=args.dtype, extra_args=extra)
+    (arm,) = make_arms(["dflow"], served, args.out, dtype=args.dtype, extra_args=extra)
+    assert arm.name == DFLOW and isinstance(arm.spec, ServerSpec)
+    trace = args.out.resolve() / "rounds.jsonl"
+    path = os.pathsep.join((install(args.out.resolve(), relay_toggle.__name__), str(ROOT)))
+    arm.spec.env.update({"PYTHONPATH": path, relay_toggle.VARIABLE: str(trace)})
     pairs: list[Pair] = []
     try:
-        for _ in range(args.pairs):
-            with serving(arms, args.out) as servers:
-                pairs.append(measure(servers, asked.ids, max_new_tokens=args.max_new_tokens))
-            pair = pairs[-1]
-            print(f"  {pair.dflash_ms:.2f} and {pair.dflow_ms:.2f} ms per round, {pair.ratio:.4f}", flush=True)
-            arms.reverse()
+        with Server(arm.spec, log_path=args.out / "server.log") as server:
+            # Captures the graphs and packs the weights of both sides.
+            drive(server.url, asked.ids[:1] * 4, concurrency=1, max_new_tokens=16)
+            for _ in range(args.pairs):
+                pairs.append(measure(server, trace, asked.ids, max_new_tokens=args.max_new_tokens))
+                print(f"  {pairs[-1].dflash_ms:.2f} and {pairs[-1].dflow_ms:.2f} ms, {pairs[-1].ratio:.4f}", flush=True)
     except RuntimeError as error:
         print(f"benchmarks.relay_cost: {error}", file=sys.stderr, flush=True)
         return 1
     figures = summary(pairs)
-    print(f"\n{'arm':<8} {'ms per round':>12}\n{'DFLASH':<8} {figures['dflash_round_ms']:>12.2f}")
-    print(f"{'DFLOW':<8} {figures['dflow_round_ms']:>12.2f}   ratio {figures['ratio']:.4f}, {figures['spread']}")
+    print(f"\n{'round of':<8} {'ms':>8}\n{'DFLASH':<8} {figures['dflash_round_ms']:>8.2f}")
+    print(f"{'DFLOW':<8} {figures['dflow_round_ms']:>8.2f}   ratio {figures['ratio']:.4f}, {figures['spread']}")
     print(json.dumps(figures | {"settings": settings(args, served, asked), "argv": sys.argv[1:]}), flush=True)
     return 0
 

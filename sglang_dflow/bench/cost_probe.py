@@ -57,12 +57,13 @@ class NestedTimer:
         return start, end
 
 
-def install(directory: Path) -> str:
-    """Make `directory` a place that the host finds this plugin through; return the PYTHONPATH that does it."""
-    info = directory / "dflow_cost_probe-0.0.dist-info"
+def install(directory: Path, module: str = __name__) -> str:
+    """Make `directory` a place that the host finds a plugin `module` through; return the PYTHONPATH that does it."""
+    name = module.replace(".", "_")
+    info = directory / f"{name}-0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dflow-cost-probe\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\ndflow_cost_probe = {__name__}:register\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {module}:register\n")
     return os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH", ""))))
 
 

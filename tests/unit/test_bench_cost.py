@@ -67,5 +67,6 @@ def test_stack() -> None:
 def test_the_host_finds_the_probe_by_path_alone(tmp_path: Path) -> None:
     """As an entry point whose module can be imported; with a wrong name the run would be uninstrumented."""
     assert str(tmp_path) in cost_probe.install(tmp_path)
-    (entry,) = PathDistribution(tmp_path / "dflow_cost_probe-0.0.dist-info").entry_points
+    (info,) = tmp_path.glob("*.dist-info")
+    (entry,) = PathDistribution(info).entry_points
     assert entry.group == "sglang.srt.plugins" and entry.load() is cost_probe.register
