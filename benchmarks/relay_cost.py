@@ -8,7 +8,7 @@ pair is one pass over the prompts, in which the order of the two sides alternate
 median over pairs, with all pairs in the JSON line that ends the output. Exit status 1 if the sides' outputs differ.
 
 Two servers, one for each side, were tried first: one start differs from the next by more than the relay costs (six
-pairs on a quiet machine: 0.953, 1.106, 1.114, 1.119, 0.887, 1.030).
+pairs on a quiet machine, commit 0d9a433: 0.953, 1.106, 1.114, 1.119, 0.887, 1.030).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import relay_toggle
 from sglang_dflow.arguments import positive_int
-from sglang_dflow.bench.arms import DFLOW, make_arms
+from sglang_dflow.bench.arms import make_arms
 from sglang_dflow.bench.client import drive
 from sglang_dflow.bench.cost_probe import install
 from sglang_dflow.bench.workload import add_arguments, models, settings, workload
-from sglang_dflow.server import Server, ServerSpec
+from sglang_dflow.server import Server, has_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,18 +108,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(requests=6, max_new_tokens=48, out=Path("runs/relay_cost"))
     args = parser.parse_args(argv)
 
+    if has_cuda():
+        print(
+            "benchmarks.relay_cost: it switches between draft graphs of the CPU platform, and this machine has "
+            "CUDA. Measure there with `sglang-dflow bench serving` and `sglang-dflow bench cost`",
+            file=sys.stderr,
+        )
+        return 1
     served = models(args)
     asked = workload(args, served.target, args.requests)
     args.out.mkdir(parents=True, exist_ok=True)
     extra = ("--max-total-tokens", "8192", *args.server_args.split())
     (arm,) = make_arms(["dflow"], served, args.out, dtype=args.dtype, extra_args=extra)
-    assert arm.name == DFLOW and isinstance(arm.spec, ServerSpec)
+    assert arm.spec is not None
     trace = args.out.resolve() / "rounds.jsonl"
     path = os.pathsep.join((install(args.out.resolve(), relay_toggle.__name__), str(ROOT)))
-    arm.spec.env.update({"PYTHONPATH": path, relay_toggle.VARIABLE: str(trace)})
+    spec = replace(arm.spec, env={"PYTHONPATH": path, relay_toggle.VARIABLE: str(trace)})
     pairs: list[Pair] = []
     try:
-        with Server(arm.spec, log_path=args.out / "server.log") as server:
+        with Server(spec, log_path=args.out / "server.log") as server:
             # Captures the graphs and packs the weights of both sides.
             drive(server.url, asked.ids[:1] * 4, concurrency=1, max_new_tokens=16)
             for _ in range(args.pairs):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import relay_cost
 from benchmarks.relay_cost import Pair, Round, pair_of, read_rounds, summary
 from benchmarks.relay_toggle import Toggle
 
@@ -53,3 +54,10 @@ def test_requests_take_turns_with_the_relay(tmp_path: Path) -> None:
         *[(2, False)] * 2,
         *[(3, True)] * 2,
     ]
+
+
+def test_a_machine_with_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The host's own draft graph would go on relaying, and both sides would cost the same."""
+    monkeypatch.setattr(relay_cost, "has_cuda", lambda: True)
+    assert relay_cost.main([]) == 1
+    assert "CPU platform" in capsys.readouterr().err
