@@ -27,6 +27,7 @@ PARTS = {
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": "verify",
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": "draft",
     f"{_HOST_WORKER}._greedy_sample_from_vocab_parallel_head": "draft",
+    "sglang_dflow.cpu.linear.PackedHeadMethod.apply": "draft",  # the CPU platform replaces the method above
     "sglang_dflow.serving.draft_model.RelayMixin._relayed": "relay apply",
     f"{_WORKER}._append_target_hidden_to_draft_kv_by_loc": "relay store",
     f"{_HOST_WORKER}._append_target_hidden_to_draft_kv_by_loc": "draft KV",
@@ -42,6 +43,10 @@ class NestedTimer:
         self._now = now
         self._open: list[tuple[str, float, float]] = []  # part, start, seconds of the parts inside
         self.seconds: dict[str, float] = {}
+
+    def within(self, part: str) -> bool:
+        """Whether `part` is being timed."""
+        return any(name == part for name, _, _ in self._open)
 
     def enter(self, part: str) -> None:
         self._open.append((part, self._now(), 0.0))
@@ -94,7 +99,7 @@ def _clock() -> Callable[[], float]:
 
 def _timed(timer: NestedTimer, part: str) -> Callable[..., Any]:
     def around(original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if part == "draft" and not getattr(owner, "is_draft_worker", True):  # the target's runner: inside "verify"
+        if part == "draft" and timer.within("verify"):  # the target's runner and head
             return original(owner, *args, **kwargs)
         timer.enter(part)
         try:

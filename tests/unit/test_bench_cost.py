@@ -16,11 +16,12 @@ def test_nested_timer_counts_every_second_once() -> None:
     timer = cost_probe.NestedTimer(lambda: float(next(times)))
     for part in ("worker", "draft", "relay apply"):
         timer.enter(part)
+    assert timer.within("draft") and not timer.within("verify")
     assert timer.leave() == (2, 5)
     assert timer.leave() == (1, 6)
     assert timer.leave() == (0, 7)
     assert timer.seconds == {"relay apply": 3, "draft": 2, "worker": 2}
-    assert sum(timer.seconds.values()) == 7
+    assert sum(timer.seconds.values()) == 7 and not timer.within("worker")
 
 
 def _call(start: float, end: float, *, requests: int = 2, decodes: bool = True, **parts: float) -> dict[str, Any]:

@@ -1,0 +1,266 @@
+"""What could a relay know that the drafter does not? Probes on rounds that follow a rejection.
+
+    python -m benchmarks.relay_information --target DIR --drafter DIR --answers runs/data/answers.4.jsonl ..
+
+Before a relay is trained: how much could any relay gain on this drafter and this text? The drafter (masks only,
+frozen) drafts blocks of conversations that it was never trained on, the target verifies them, and the drafter drafts
+the next block. A small MLP then corrects the drafter's final hidden states of that next block under the frozen head,
+``hidden + MLP([hidden; E(b); inputs])``, with different inputs: nothing new (the control, since more training alone
+helps), the paper's (``h``, ``E(d)``), the target's stale top-1 (``E(s)``), both, and both of the neighbouring rows as
+well. Trained on 4/5 of the conversations, reported on the rest. What the inputs add over the control is what the
+verification knows and the drafter does not, read at the place where it is easiest to use.
+
+Output: one table, then one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang_dflow.arguments import positive_int
+from sglang_dflow.provenance import git_commit, machine, versions
+from sglang_dflow.relay.alignment import RelayRule, RelaySource
+from sglang_dflow.training.dataset import Sample, collate, labels_at, load_sequences
+from sglang_dflow.training.drafter import Drafter
+from sglang_dflow.training.loss import block_loss, full_vocabulary, sampled_vocabulary
+from sglang_dflow.training.rollout import make_rollout
+from sglang_dflow.training.target import Target
+
+PROBES: dict[str, tuple[str, ...]] = {
+    "control": (),
+    "h": ("h", "rejected"),
+    "stale": ("stale", "rejected"),
+    "h + stale": ("h", "stale", "rejected"),
+    "h + stale, neighbours": ("h", "stale", "rejected", "h before", "h behind", "stale before", "stale behind"),
+}
+
+
+class Rounds(NamedTuple):
+    """Blocks that follow a rejection, N of them; R = B - 1 mask rows, H hidden."""
+
+    hidden: torch.Tensor  # [N, R, H] bf16, the drafter's final hidden states, masks only
+    projected: torch.Tensor  # [N, R, H] bf16, relayed states h
+    mask: torch.Tensor  # [N, R] rows that have a relay
+    stale: torch.Tensor  # [N, R] the target's top-1 at the source rows
+    bonus: torch.Tensor  # [N]
+    rejected: torch.Tensor  # [N]
+    labels: torch.Tensor  # [N, R]
+    valid: torch.Tensor  # [N, R]
+
+    def of(self, chosen: torch.Tensor) -> Rounds:
+        """The chosen blocks."""
+        return Rounds(*(field[chosen] for field in self))
+
+
+def collect(drafter: Drafter, target: Target, samples: list[Sample], anchors: int) -> tuple[Rounds, torch.Tensor]:
+    """Rounds behind a rejection, and the number [N] of the conversation that each is from."""
+    block = drafter.config.block_size
+    rule = RelayRule.of(RelaySource(drafter.config.relay_source), shift_label=drafter.config.shift_label)
+    parts: list[Rounds] = []
+    owners: list[torch.Tensor] = []
+    started = time.monotonic()
+    for number, sample in enumerate(samples):
+        generator = torch.Generator().manual_seed(number)
+        chain = make_rollout(drafter, target, sample, anchors, 1, rule, generator, relay=False)
+        if not chain:
+            continue
+        item = chain[0]
+        batch = collate([sample], [0], block, target)
+        with torch.no_grad():
+            context = drafter.context(batch.captured.to(target.dtype))
+            embeds = drafter.plain_embeds(target, item.bonus[None], target.dtype)
+            hidden = drafter(embeds, item.anchors[None], context)[0, :, 1:]
+            projected = drafter.project(item.states[:, 1:].to(target.dtype))
+        labels = labels_at(batch, item.anchors[None], block)
+        parts.append(
+            Rounds(hidden, projected, item.mask[:, 1:], item.stale[:, 1:], item.bonus, item.rejected,
+                   labels.tokens[0, :, 1:], labels.valid[0, :, 1:])
+        )  # fmt: skip
+        owners.append(torch.full((len(item.anchors),), number))
+        if number % 50 == 49:
+            rate = sum(map(len, owners)) / (time.monotonic() - started)
+            print(f"collected {number + 1}/{len(samples)} conversations, {rate:.0f} blocks/s", file=sys.stderr)
+    return Rounds(*(torch.cat(fields) for fields in zip(*parts))), torch.cat(owners)
+
+
+class Probe(nn.Module):
+    """``hidden + MLP([hidden; E(b); row; inputs])``, zero at the start."""
+
+    def __init__(self, target: Target, inputs: tuple[str, ...], rows: int, width: int) -> None:
+        super().__init__()
+        size = target.shape.hidden_size
+        self.target, self.inputs = target, inputs
+        self.row = nn.Parameter(torch.zeros(rows, width))
+        self.first = nn.Linear((2 + len(inputs)) * size, width)
+        self.second = nn.Linear(width, size)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
+
+    def forward(self, rounds: Rounds) -> torch.Tensor:
+        """Corrected hidden states [N, R, H]."""
+        values = [rounds.hidden, self._embed(rounds.bonus)[:, None].expand_as(rounds.hidden)]
+        values += [self._input(name, rounds) for name in self.inputs]
+        features = torch.cat([_unit(value) for value in values], dim=-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            change = self.second(F.silu(self.first(features) + self.row))
+        return rounds.hidden + change.to(rounds.hidden.dtype)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.target.embed(tokens).to(torch.bfloat16)
+
+    def _input(self, name: str, rounds: Rounds) -> torch.Tensor:
+        kind, _, neighbour = name.partition(" ")
+        if kind == "rejected":
+            value = self._embed(rounds.rejected)[:, None].expand_as(rounds.hidden)
+            return value * rounds.mask.any(-1)[:, None, None]
+        value = rounds.projected if kind == "h" else self._embed(rounds.stale)
+        value = value * rounds.mask[..., None]
+        if neighbour:
+            value = F.pad(value, (0, 0, 1, 0))[:, :-1] if neighbour == "before" else F.pad(value, (0, 0, 0, 1))[:, 1:]
+        return value
+
+
+def _unit(value: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(value, value.shape[-1:], eps=1e-6)
+
+
+class Result(NamedTuple):
+    """A probe on conversations that it was not trained on."""
+
+    loss: float  # nats, decayed over rows
+    tau: float  # 1 + accepted drafts of these rounds
+    right: list[float]  # by row
+
+
+def _hidden_rows(corrected: torch.Tensor) -> torch.Tensor:
+    return F.pad(corrected, (0, 0, 1, 0))  # block_loss wants the anchor's row, too
+
+
+def evaluate(probe: Probe, rounds: Rounds, gamma: float) -> Result:
+    """Loss and acceptance over the whole vocabulary."""
+    vocabulary = full_vocabulary(probe.target.head)
+    losses, correct = [], []
+    with torch.no_grad():
+        for chosen in torch.arange(len(rounds.bonus)).split(512):
+            part = rounds.of(chosen)
+            hidden = _hidden_rows(probe(part))
+            result = block_loss(hidden, F.pad(part.labels, (1, 0)), F.pad(part.valid, (1, 0)), vocabulary, gamma)
+            losses.append(float(result.loss) * len(chosen))
+            correct.append(result.correct & part.valid)
+    right = torch.cat(correct)
+    tau = 1.0 + float(right.long().cumprod(-1).sum(-1).float().mean())
+    rows = (right.sum(0) / rounds.valid.sum(0)).tolist()
+    return Result(sum(losses) / len(rounds.bonus), tau, rows)
+
+
+def train(probe: Probe, rounds: Rounds, epochs: int, batch: int, gamma: float, seed: int) -> None:
+    """Fit the probe."""
+    generator = torch.Generator().manual_seed(seed)
+    always = torch.zeros(probe.target.shape.vocab_size, dtype=torch.bool)
+    always[torch.bincount(rounds.labels.flatten(), minlength=len(always)).topk(5000).indices] = True
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3, weight_decay=0.05)
+    steps = epochs * (len(rounds.bonus) // batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(rounds.bonus), generator=generator).split(batch):
+            if len(chosen) < batch:
+                continue
+            part = rounds.of(chosen)
+            vocabulary = sampled_vocabulary(probe.target.head, always, part.labels[part.valid], 1000, generator)
+            hidden = _hidden_rows(probe(part))
+            result = block_loss(hidden, F.pad(part.labels, (1, 0)), F.pad(part.valid, (1, 0)), vocabulary, gamma)
+            optimizer.zero_grad()
+            result.loss.backward()
+            optimizer.step()
+            schedule.step()
+
+
+def guesses(target: Target, rounds: Rounds) -> dict[str, list[float]]:
+    """Share of rows, by row, where the stale token, the drafter, and either of them is right."""
+    drafted = torch.cat([target.logits(part.flatten(0, 1)).argmax(-1) for part in rounds.hidden.split(256)])
+    drafter = (drafted.view_as(rounds.labels) == rounds.labels) & rounds.valid
+    stale = (rounds.stale == rounds.labels) & rounds.mask & rounds.valid
+    total = rounds.valid.sum(0)
+    found = {"stale token": stale, "drafter": drafter, "either": stale | drafter}
+    return {name: (value.sum(0) / total).tolist() for name, value in found.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Collect the rounds, fit the probes, print what they know."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--answers", nargs="+", required=True, help="of prepare-data; not the drafter's training set")
+    parser.add_argument("--sequences", type=positive_int, default=1000)
+    parser.add_argument("--anchors", type=positive_int, default=40, help="blocks per conversation")
+    parser.add_argument("--epochs", type=positive_int, default=3)
+    parser.add_argument("--width", type=positive_int, default=768)
+    parser.add_argument("--gamma", type=float, default=4.0)
+    parser.add_argument("--seeds", type=positive_int, default=2)
+    parser.add_argument("--probes", nargs="+", default=list(PROBES), choices=list(PROBES))
+    parser.add_argument("--cache", type=Path, help="keep the collected rounds in this file")
+    args = parser.parse_args(argv)
+    drafter = Drafter.load(args.drafter)
+    if drafter.relay is None or not drafter.relay.stale_token:
+        parser.error(
+            f"{args.drafter} has no relay with a stale token, so none would be collected. Remedy: sglang-dflow convert "
+            "--relay-stale-token gives it one (the relay's weights are not used here)."
+        )
+    target = Target.load(args.target, torch.bfloat16, drafter.config.target_layer_ids)
+    if args.cache is not None and args.cache.exists():
+        rounds, owners = torch.load(args.cache, weights_only=False)
+    else:
+        features = target.shape.hidden_size * len(drafter.config.target_layer_ids)
+        samples = load_sequences(args.answers, features, target_layer_ids=drafter.config.target_layer_ids)
+        rounds, owners = collect(drafter, target, samples[: args.sequences], args.anchors)
+        if args.cache is not None:
+            torch.save((rounds, owners), args.cache)
+    held_out = owners % 5 == 0
+    train_set, test_set = rounds.of((~held_out).nonzero()[:, 0]), rounds.of(held_out.nonzero()[:, 0])
+    print(f"{len(train_set.bonus)} training and {len(test_set.bonus)} test blocks, "
+          f"{len(owners.unique())} conversations", file=sys.stderr)  # fmt: skip
+    by_row = guesses(target, test_set)
+    print("| right, by row | " + " | ".join(str(t + 1) for t in range(test_set.labels.shape[1])) + " |")
+    print("|---" * (test_set.labels.shape[1] + 1) + "|")
+    for name, values in by_row.items():
+        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
+    print("\n| probe | loss | tau of these rounds | / control | right, by row |\n|---|---|---|---|---|", flush=True)
+    results: dict[str, list[Result]] = {name: [] for name in args.probes}
+    for name in args.probes:
+        for seed in range(args.seeds):
+            torch.manual_seed(seed)
+            probe = Probe(target, PROBES[name], test_set.labels.shape[1], args.width)
+            train(probe, train_set, args.epochs, 256, args.gamma, seed)
+            results[name].append(evaluate(probe, test_set, args.gamma))
+        ratios = [r.tau / c.tau for r, c in zip(results[name], results.get("control", results[name]))]
+        loss, taus = [r.loss for r in results[name]], [r.tau for r in results[name]]
+        rows = " ".join(f"{sum(column) / len(column):.3f}"[1:] for column in zip(*(r.right for r in results[name])))
+        print(f"| {name} | {_spread(loss)} | {_spread(taus)} | {_spread(ratios)} | {rows} |", flush=True)
+    record = {
+        "command": " ".join(["python -m benchmarks.relay_information", *(argv or sys.argv[1:])]),
+        "versions": versions() | {"git_commit": git_commit()},
+        "machine": machine(),
+        "blocks": {"train": len(train_set.bonus), "test": len(test_set.bonus)},
+        "guesses": by_row,
+        "probes": {name: [r._asdict() for r in found] for name, found in results.items()},
+    }
+    print(json.dumps(record))
+    return 0
+
+
+def _spread(values: list[float]) -> str:
+    mean = sum(values) / len(values)
+    return f"{mean:.3f} ({min(values):.3f}..{max(values):.3f})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
