@@ -23,11 +23,11 @@ OPERATIONS = [
 FILTERS = ["the even numbers", "the odd numbers", "the positive numbers", "the negative numbers", "the prime numbers"]
 FILTERS += ["the elements that occur twice", "the perfect squares", "the numbers with two digits"]
 FILTERS += [f"the numbers {how} {k}" for how in ("divisible by", "greater than", "less than") for k in (3, 5, 7, 10)]
-COLLECTIONS = ["a list", "a tuple", "a set", "a dictionary's values", "a list of lists", "a range", "a matrix"]
+COLLECTIONS = ["a list", "a tuple", "a set", "a dictionary's values", "nested lists", "a range", "a matrix"]
 REQUESTS = [
     "Write a Python function that {}.",
     "Write a Python function that {}. Add a docstring.",
-    "Implement a Python function that {} and show an example.",
+    "Implement a Python function that {}; show an example.",
 ]
 
 
