@@ -1,10 +1,11 @@
 """Prompts of one narrow domain: small Python functions over collections of numbers.
 
-    python -m benchmarks.lab.narrow --out runs/lab/narrow            # train.jsonl and eval.jsonl
+    python -m benchmarks.lab.narrow --out runs/lab/narrow            # train.jsonl, fresh.jsonl and eval.jsonl
 
 A real target (SmolLM2) on a domain that a small drafter can learn well: the other laboratory, for the question whether
 the relay's gain grows with the drafter's own tau. Operation, filter and collection are combined; the evaluation's
-combinations are not in training, their parts are.
+combinations are not in training, their parts are. ``train`` makes the drafter that all arms start from, ``fresh`` is for
+the arms: a drafter knows the conversations that it was trained on by heart, and behind it there is nothing to relay.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ def write(path: Path, name: str, texts: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the two files."""
+    """Write the three files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=1200)
     parser.add_argument("--eval", type=int, default=60)
+    parser.add_argument("--train", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     texts = prompts(args.seed)
     write(args.out / "eval.jsonl", "eval", texts[: args.eval])
     write(args.out / "train.jsonl", "train", texts[args.eval : args.eval + args.train])
+    write(args.out / "fresh.jsonl", "fresh", texts[args.eval + args.train :])
     return 0
 
 
