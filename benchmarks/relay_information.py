@@ -1,14 +1,15 @@
 """What could a relay know that the drafter does not? Probes on rounds that follow a rejection.
 
-    python -m benchmarks.relay_information --target DIR --drafter DIR --answers runs/data/answers.4.jsonl ..
+    python -m benchmarks.relay_information --run runs/lab/narrow/table/dflow-stale.0
 
-Before a relay is trained: how much could any relay gain on this drafter and this text? The drafter (masks only,
-frozen) drafts blocks of conversations that it was never trained on, the target verifies them, and the drafter drafts
-the next block. A small MLP then corrects the drafter's final hidden states of that next block under the frozen head,
-``hidden + MLP([hidden; E(b); inputs])``, with different inputs: nothing new (the control, since more training alone
-helps), the paper's (``h``, ``E(d)``), the target's stale top-1 (``E(s)``), both, and both of the neighbouring rows as
-well. Trained on 4/5 of the conversations, reported on the rest. What the inputs add over the control is what the
-verification knows and the drafter does not, read at the place where it is easiest to use.
+How much could any relay gain on this drafter and this text? Reads the first rollouts of a training run (method dflow,
+with the stale token, from an existing drafter): blocks of the run's conversations that the starting drafter drafted
+from masks and the target verified. That drafter, frozen, drafts the blocks behind them, from masks again. A small MLP
+then corrects its final hidden states under the frozen head, ``hidden + MLP([hidden; E(b); inputs])``, with different
+inputs: nothing new (the control, since more training alone helps), the paper's (``h``, ``E(d)``), the target's stale
+top-1 (``E(s)``), both, and both of the neighbouring rows as well. Trained on 4/5 of the conversations, reported on the
+rest. What the inputs add over the control is what the verification knows and the drafter does not, read at the place
+where it is easiest to use.
 
 Output: one table, then one JSON line.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +28,11 @@ from torch import nn
 
 from sglang_dflow.arguments import positive_int
 from sglang_dflow.provenance import git_commit, machine, versions
-from sglang_dflow.relay.alignment import RelayRule, RelaySource
-from sglang_dflow.training.dataset import Sample, collate, labels_at, load_sequences
+from sglang_dflow.training.dataset import collate, labels_at, load_sequences, split_held_out
 from sglang_dflow.training.drafter import Drafter
 from sglang_dflow.training.loss import block_loss, full_vocabulary, sampled_vocabulary
-from sglang_dflow.training.rollout import make_rollout
+from sglang_dflow.training.recipe import Recipe
+from sglang_dflow.training.rollout_store import RolloutStore
 from sglang_dflow.training.target import Target
 
 PROBES: dict[str, tuple[str, ...]] = {
@@ -61,20 +61,19 @@ class Rounds(NamedTuple):
         return Rounds(*(field[chosen] for field in self))
 
 
-def collect(drafter: Drafter, target: Target, samples: list[Sample], anchors: int) -> tuple[Rounds, torch.Tensor]:
+def rounds_of_run(recipe: Recipe, drafter: Drafter, target: Target) -> tuple[Rounds, torch.Tensor]:
     """Rounds behind a rejection, and the number [N] of the conversation that each is from."""
-    block = drafter.config.block_size
-    rule = RelayRule.of(RelaySource(drafter.config.relay_source), shift_label=drafter.config.shift_label)
+    block, config = drafter.config.block_size, drafter.config
+    features = config.hidden_size * len(config.target_layer_ids)
+    sequences = load_sequences(recipe.answers, features, target_layer_ids=config.target_layer_ids)
+    samples, _ = split_held_out(sequences, recipe.held_out)
+    store = RolloutStore(Path(recipe.run_dir) / "rollouts" / "0")
     parts: list[Rounds] = []
     owners: list[torch.Tensor] = []
-    started = time.monotonic()
-    for number, sample in enumerate(samples):
-        generator = torch.Generator().manual_seed(number)
-        chain = make_rollout(drafter, target, sample, anchors, 1, rule, generator, relay=False)
-        if not chain:
-            continue
-        item = chain[0]
-        batch = collate([sample], [0], block, target)
+    for number in store.sequences:
+        item = store.get(number, 0)
+        assert item is not None
+        batch = collate(samples, [number], block, target)
         with torch.no_grad():
             context = drafter.context(batch.captured.to(target.dtype))
             embeds = drafter.plain_embeds(target, item.bonus[None], target.dtype)
@@ -86,9 +85,6 @@ def collect(drafter: Drafter, target: Target, samples: list[Sample], anchors: in
                    labels.tokens[0, :, 1:], labels.valid[0, :, 1:])
         )  # fmt: skip
         owners.append(torch.full((len(item.anchors),), number))
-        if number % 50 == 49:
-            rate = sum(map(len, owners)) / (time.monotonic() - started)
-            print(f"collected {number + 1}/{len(samples)} conversations, {rate:.0f} blocks/s", file=sys.stderr)
     return Rounds(*(torch.cat(fields) for fields in zip(*parts))), torch.cat(owners)
 
 
@@ -197,33 +193,21 @@ def guesses(target: Target, rounds: Rounds) -> dict[str, list[float]]:
 def main(argv: list[str] | None = None) -> int:
     """Collect the rounds, fit the probes, print what they know."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--drafter", required=True)
-    parser.add_argument("--answers", nargs="+", required=True, help="of prepare-data; not the drafter's training set")
-    parser.add_argument("--sequences", type=positive_int, default=1000)
-    parser.add_argument("--anchors", type=positive_int, default=40, help="blocks per conversation")
+    parser.add_argument("--run", type=Path, required=True, help="run directory of `sglang-dflow train`, method dflow")
     parser.add_argument("--epochs", type=positive_int, default=3)
     parser.add_argument("--width", type=positive_int, default=768)
-    parser.add_argument("--gamma", type=float, default=4.0)
     parser.add_argument("--seeds", type=positive_int, default=2)
     parser.add_argument("--probes", nargs="+", default=list(PROBES), choices=list(PROBES))
-    parser.add_argument("--cache", type=Path, help="keep the collected rounds in this file")
     args = parser.parse_args(argv)
-    drafter = Drafter.load(args.drafter)
-    if drafter.relay is None or not drafter.relay.stale_token:
+    recipe = Recipe.load(args.run / "recipe.yaml")
+    if not (recipe.has_relay and recipe.relay_stale_token and recipe.init_from):
         parser.error(
-            f"{args.drafter} has no relay with a stale token, so none would be collected. Remedy: sglang-dflow convert "
-            "--relay-stale-token gives it one (the relay's weights are not used here)."
+            f"{args.run} is of method {recipe.method}, stale token {recipe.relay_stale_token}, init_from "
+            f"{recipe.init_from}; expected a dflow run with relay_stale_token from an existing drafter (init_from)"
         )
-    target = Target.load(args.target, torch.bfloat16, drafter.config.target_layer_ids)
-    if args.cache is not None and args.cache.exists():
-        rounds, owners = torch.load(args.cache, weights_only=False)
-    else:
-        features = target.shape.hidden_size * len(drafter.config.target_layer_ids)
-        samples = load_sequences(args.answers, features, target_layer_ids=drafter.config.target_layer_ids)
-        rounds, owners = collect(drafter, target, samples[: args.sequences], args.anchors)
-        if args.cache is not None:
-            torch.save((rounds, owners), args.cache)
+    drafter = Drafter.load(recipe.init_from)
+    target = Target.load(recipe.target, torch.bfloat16, drafter.config.target_layer_ids)
+    rounds, owners = rounds_of_run(recipe, drafter, target)
     held_out = owners % 5 == 0
     train_set, test_set = rounds.of((~held_out).nonzero()[:, 0]), rounds.of(held_out.nonzero()[:, 0])
     print(f"{len(train_set.bonus)} training and {len(test_set.bonus)} test blocks, "
@@ -239,8 +223,8 @@ def main(argv: list[str] | None = None) -> int:
         for seed in range(args.seeds):
             torch.manual_seed(seed)
             probe = Probe(target, PROBES[name], test_set.labels.shape[1], args.width)
-            train(probe, train_set, args.epochs, 256, args.gamma, seed)
-            results[name].append(evaluate(probe, test_set, args.gamma))
+            train(probe, train_set, args.epochs, 256, recipe.gamma, seed)
+            results[name].append(evaluate(probe, test_set, recipe.gamma))
         ratios = [r.tau / c.tau for r, c in zip(results[name], results.get("control", results[name]))]
         loss, taus = [r.loss for r in results[name]], [r.tau for r in results[name]]
         rows = " ".join(f"{sum(column) / len(column):.3f}"[1:] for column in zip(*(r.right for r in results[name])))

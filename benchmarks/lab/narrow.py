@@ -4,8 +4,8 @@
 
 A real target (SmolLM2) on a domain that a small drafter can learn well: the other laboratory, for the question whether
 the relay's gain grows with the drafter's own tau. Operation, filter and collection are combined; the evaluation's
-combinations are not in training, their parts are. ``train`` makes the drafter that all arms start from, ``fresh`` is for
-the arms: a drafter knows the conversations that it was trained on by heart, and behind it there is nothing to relay.
+combinations are not in training, their parts are. ``train`` makes the drafter that all arms start from, ``fresh`` is
+for the arms: a drafter knows the conversations that it was trained on by heart, and there is little left to relay.
 """
 
 from __future__ import annotations
