@@ -81,6 +81,9 @@ class ServerSpec:
     def environ(self) -> dict[str, str]:
         """Return the child's environment."""
         environ = {**os.environ, **self.env}
+        # `Server.stop` ends all processes at once. The launcher takes that for a crash of its scheduler and would sleep
+        # five seconds before it looks for schedulers to dump the stacks of.
+        environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
         if not has_cuda():
             environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
         return environ
