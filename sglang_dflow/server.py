@@ -24,6 +24,8 @@ from typing import Any
 import requests
 
 CPU_PLATFORM = "dflow_cpu"
+# Runs a command that is sent SIGTERM when its parent ends without a word (prctl PR_SET_PDEATHSIG survives the exec).
+_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 _FAILURE_LINES = 25
 
 Log = Callable[[str], None]
@@ -90,7 +92,10 @@ class ServerSpec:
 
 
 class Server:
-    """One running server. Use as a context manager; leaving it stops the whole process group."""
+    """One running server. Use as a context manager; leaving it stops the whole process group.
+
+    A server ends with the thread that entered it, even if that is killed: enter it in a thread that lives long enough.
+    """
 
     def __init__(
         self,
@@ -117,7 +122,7 @@ class Server:
         self._log(f"$ {shlex.join(argv)}")
         with self.log_path.open("wb") as sink:
             self._process = subprocess.Popen(
-                argv,
+                [sys.executable, "-S", "-c", _TIED, *argv],
                 env=self.spec.environ(),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
