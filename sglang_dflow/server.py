@@ -24,6 +24,9 @@ from typing import Any
 import requests
 
 CPU_PLATFORM = "dflow_cpu"
+# `Server.stop` ends all processes at once. The launcher takes that for a crash, and with either of these on (the
+# default) sleeps five seconds before it looks for schedulers to dump.
+_NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 # Runs a command that is sent SIGTERM when its parent ends without a word (prctl PR_SET_PDEATHSIG survives the exec).
 _TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 _FAILURE_LINES = 25
@@ -82,10 +85,7 @@ class ServerSpec:
 
     def environ(self) -> dict[str, str]:
         """Return the child's environment."""
-        environ = {**os.environ, **self.env}
-        # `Server.stop` ends all processes at once. The launcher takes that for a crash of its scheduler and would sleep
-        # five seconds before it looks for schedulers to dump the stacks of.
-        environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+        environ = {**_NO_CRASH_DUMPS, **os.environ, **self.env}
         if not has_cuda():
             environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
         return environ
