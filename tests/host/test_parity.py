@@ -5,8 +5,8 @@ looks weak. Here one verified block per request is followed by its next draft, t
 and rollout functions, and by the server's draft model, worker, KV pool and relay pool on the CPU platform, in a process
 of its own (`tests/support/served_drafter.py`). Every accepted length occurs, so relayed rows of every depth do.
 
-Target: SmolLM2-135M-Instruct if it is in the cache (its embedding, head and captured states of real text), else a
-random target of the same layout. Drafters: random, started from the target's layers; and the one of the package.
+Target: SmolLM2-135M-Instruct (its embedding, head and captured states of real text). Drafters: random, started from the
+target's layers; and the one of the package.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dflow.demo import DEMO_DRAFTER
-from sglang_dflow.demo_model import default_cache_dir, directory_problem
 from sglang_dflow.prompts import varied_prompts
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.loss import full_vocabulary
 from sglang_dflow.training.rollout import PackedVerifier, Relayed, Verified, next_round, relay_embeds
-from sglang_dflow.training.target import LayerWeights, Target, TargetShape, causal_attend
+from sglang_dflow.training.target import Target, causal_attend
 
 BLOCK, TEXT_TOKENS, FIRST_ANCHOR = 8, 420, 40
 # fp32: other summation orders in attention and packed linears (`pytest -s` prints what was found).
@@ -86,34 +85,6 @@ class Trained(NamedTuple):
     accept_len: torch.Tensor  # [A] of the verified block before
 
 
-def _random_target(layer_ids: list[int], dtype: torch.dtype) -> Target:
-    """Thirty narrow layers, so that the shipped drafter's layer ids exist."""
-    shape = TargetShape(192, 256, 30, 3, 1, 64, 4096, 1e-5, 1e5, 8192)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return (torch.randn(*size, generator=generator) * size[-1] ** -0.5).to(dtype)
-
-    def ones() -> torch.Tensor:
-        return torch.ones(shape.hidden_size, dtype=dtype)
-
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    layers = [
-        LayerWeights(
-            ones(), random(5 * 64, hidden), random(hidden, hidden), ones(),
-            random(2 * inner, hidden), random(hidden, inner),
-        )
-        for _ in range(shape.num_layers)
-    ]  # fmt: skip
-    embedding = random(shape.vocab_size, hidden) * 4
-    return Target(shape, embedding, embedding, layers, ones(), layer_ids)
-
-
-def _cached_target() -> Path | None:
-    path = default_cache_dir() / "SmolLM2-135M-Instruct-float32"
-    return path if directory_problem(path, "float32") is None else None
-
-
 class Ground(NamedTuple):
     """Target, text, its captured states and blocks verified on it, in one type."""
 
@@ -124,19 +95,14 @@ class Ground(NamedTuple):
 
 
 @torch.no_grad()
-def _ground(dtype: torch.dtype) -> Ground:
-    layer_ids = json.loads((DEMO_DRAFTER / "config.json").read_text())["dflash_config"]["target_layer_ids"]
-    path = _cached_target()
-    if path is None:
-        target = _random_target(layer_ids, dtype)
-        tokens = torch.randint(10, target.shape.vocab_size, (TEXT_TOKENS,), generator=torch.Generator().manual_seed(1))
-    else:
-        from transformers import AutoTokenizer
+def _ground(path: Path, dtype: torch.dtype) -> Ground:
+    from transformers import AutoTokenizer
 
-        target = Target.load(path, dtype, layer_ids)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        ids = [token for prompt in varied_prompts() for token in prompt.token_ids(tokenizer)]
-        tokens = torch.tensor(ids[:TEXT_TOKENS])
+    layer_ids = json.loads((DEMO_DRAFTER / "config.json").read_text())["dflash_config"]["target_layer_ids"]
+    target = Target.load(path, dtype, layer_ids)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = [token for prompt in varied_prompts() for token in prompt.token_ids(tokenizer)]
+    tokens = torch.tensor(ids[:TEXT_TOKENS])
     rows = tokens[None, :-1]
     captured = target.forward(rows, torch.arange(rows.shape[1])[None], causal_attend(target.shape), capture=True)[1]
     assert captured is not None
@@ -243,15 +209,15 @@ def _decided(drafter: Drafter, ground: Ground) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Trained, dict[str, torch.Tensor]]]:
+def compared(
+    target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Trained, dict[str, torch.Tensor]]]:
     """Both sides of every case; the server's in one process for all."""
     directory = tmp_path_factory.mktemp("parity")
     trained: dict[str, Trained] = {}
     for label, dtype in DTYPES.items():
-        ground = _ground(dtype)
+        ground = _ground(target, dtype)
         for case in CASES:
-            if case.shipped and _cached_target() is None:
-                continue
             name = f"{label}-{case.name}"
             _write_drafter(case, ground.target, directory / name / "drafter", dtype)
             drafter = Drafter.load(directory / name / "drafter")
@@ -272,8 +238,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     assert run.returncode == 0, run.stderr[-3000:]
 
     def both(name: str) -> tuple[Trained, dict[str, Any]]:
-        if name not in trained:
-            pytest.skip("the shipped drafter needs SmolLM2 in the cache: run `sglang-dflow demo-model`")
         return trained[name], load_file(directory / name / "served.safetensors")
 
     return both
@@ -315,8 +279,6 @@ def test_bf16_top1(compared: Any) -> None:
     """Catches a difference of precision: something rounded on one side that the other keeps in fp32."""
     agreeing = counted = 0
     for case in CASES:
-        if case.shipped and _cached_target() is None:
-            continue
         trained, served = compared(f"bf16-{case.name}")
         _check_relay(case, trained, served)
         same, decided = trained.argmax == served["argmax"], trained.decided  # [A, B - 1]

@@ -1,7 +1,7 @@
-"""The arms of the exactness tests: one real server each, started once a session, one at a time.
+"""The arms of the exactness tests: one real server each, started once, one at a time in a worker.
 
-A scheduler of SGLang keeps a core busy even when idle, so no two servers run at once: an arm is started when a test
-first asks for it, does everything the session wants of it, and is stopped; its results are kept.
+A server takes a core, seconds to start and 4 to 6 GB: an arm is started when a test first asks for it, does everything
+its file wants of it, and is stopped; its results are kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sglang_dflow.server import Server, ServerSpec
 from sglang_dflow.verify import Completion, generate_all
 
 PROBE = Path(__file__).parent / "probe"
-POOL_ARGS = ("--max-total-tokens", "24576")
-"""KV pool of the test servers: enough for every batch here without retraction, and gentle to a small machine."""
+POOL_ARGS = ("--max-total-tokens", "24576", "--sleep-on-idle")
+"""Of the test servers: a KV pool for every batch here without retraction, gentle to a small machine; a scheduler that
+leaves its core to the test while nobody asks. `test_demo.py` and `test_lives.py` start servers without these."""
 
 
 class Round(NamedTuple):
@@ -34,7 +35,7 @@ class ArmResult(NamedTuple):
 
     Attributes:
         outputs: concurrency -> answers, in the order of the prompts.
-        rounds: every verified block, in the order of verification (traced arms only).
+        rounds: every verified block, those of `ask` included, in the order of verification (traced arms only).
         extra: whatever `ask` returned.
         log: what the server logged.
     """
@@ -95,6 +96,14 @@ class Arm:
             return {}
         path = os.pathsep.join(filter(None, (str(PROBE), os.environ.get("PYTHONPATH", ""))))
         return {"PYTHONPATH": path, "DFLOW_PROBE": json.dumps(self.probe)}
+
+
+def assert_equal_outputs(expected: ArmResult, found: ArmResult) -> None:
+    """The same token ids at every concurrency of `found`, for as many of the prompts as it answered."""
+    for level, answers in found.outputs.items():
+        pairs = zip(expected.outputs[level][: len(answers)], answers, strict=True)
+        differing = [i for i, (a, b) in enumerate(pairs) if a.output_ids != b.output_ids]
+        assert differing == [], f"prompts that differ at concurrency {level}"
 
 
 def read_trace(path: Path) -> list[Round]:

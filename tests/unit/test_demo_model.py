@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +71,22 @@ def test_failed_conversion_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     with pytest.raises(KeyboardInterrupt):
         demo_model.ensure_demo_target(tmp_path / "cache", log=lambda line: None)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_processes_wait_for_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a second build that takes the directory away from a server of the first; locks of threads count, too."""
+    builds: list[Path] = []
+
+    def build(gguf_path: Path, target: Path, dtype: str, log: demo_model.Log) -> None:
+        builds.append(target)
+        time.sleep(0.2)
+        _whole_directory(target)
+
+    monkeypatch.setattr(demo_model, "_ensure_gguf", lambda cache, log: tmp_path / "x.gguf")
+    monkeypatch.setattr(demo_model, "_build", build)
+    with ThreadPoolExecutor(max_workers=2) as callers:
+        found = list(callers.map(demo_model.ensure_demo_target, [tmp_path / "cache"] * 2))
+    assert found == builds * 2
 
 
 def test_unpermute_restores_half_split_rows() -> None:
