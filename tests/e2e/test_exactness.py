@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_dflow.cpu import GRAPH_SWITCH
-from sglang_dflow.server import Server
+from sglang_dflow.server import Server, relay_state, relay_states, set_relay
 from sglang_dflow.serving.settings import RelaySettings
 from sglang_dflow.verify import mean_tau
 from tests.support.arms import Arm, ArmResult
@@ -134,3 +135,56 @@ def test_noise_in_the_pool_changes_drafts_not_output(
     for level, answers in found.outputs.items():
         assert [a.output_ids for a in answers] == [b.output_ids for b in baseline.outputs[level][: len(answers)]]
     assert mean_tau(found.outputs[8]) < 0.97 * mean_tau(dflow.outputs[8])
+
+
+def test_draft_window(
+    run_arm: RunArm,
+    baseline: ArmResult,
+    dflow: ArmResult,
+    drafter: Path,
+    prompts_ids: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """The drafter's window over a private slot table, whose lengths are not positions: the relay goes by the latter.
+
+    Every prompt is longer than the window; drafts that differ show that it was honoured.
+    """
+    window, level, count = 16, 8, 24
+    assert min(map(len, prompts_ids[:count])) > window
+    arm = Arm(
+        drafter=drafter,
+        concurrency={level: count},
+        extra_args=("--speculative-draft-window-size", str(window)),
+        probe={"trace": str(tmp_path / "trace")},
+        ask=lambda server: relay_state(server.url),
+    )
+    found = run_arm("window", arm)
+    expected = baseline.outputs[level]
+    assert [a.output_ids for a in found.outputs[level]] == [b.output_ids for b in expected[:count]]
+    assert found.extra["relay_hit_rate"] > 0.3
+    assert Counter(found.rounds) - Counter(dflow.rounds), "the window changed no draft"
+
+
+def _both_ranks(server: Server) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every rank's relay after the answers, and after the switch was turned off."""
+    counted = relay_states(server.url)
+    set_relay(server.url, False)
+    return counted, relay_states(server.url)
+
+
+def test_data_parallel(run_arm: RunArm, baseline: ArmResult, drafter: Path) -> None:
+    """Two whole replicas, a relay each: both answer, count and obey the switch."""
+    level, count = 8, 16
+    arm = Arm(
+        drafter=drafter,
+        concurrency={level: count},
+        extra_args=("--dp-size", "2"),
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        ask=_both_ranks,
+    )
+    found = run_arm("data-parallel", arm)
+    expected = baseline.outputs[level]
+    assert [a.output_ids for a in found.outputs[level]] == [b.output_ids for b in expected[:count]]
+    counted, switched = found.extra
+    assert len(counted) == 2 and all(rank["relayed_rows"] > 100 for rank in counted)
+    assert [rank["relay"] for rank in switched] == ["off", "off"]
