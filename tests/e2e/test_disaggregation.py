@@ -21,6 +21,8 @@ from tests.support.lives import Life, Lives, read_lives, wait_until_idle
 from tests.support.tiny_pair import make_tiny_pair
 
 BLOCK = 4
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"
+"""The host's own constant (sglang.srt.disaggregation.utils): a request from there is handed over without a transfer."""
 SLOTS = 3
 """Two running requests and one in transfer."""
 ARGS = (
@@ -39,7 +41,7 @@ class DecodeServer(NamedTuple):
     def ask(self, rid: str, prompt_len: int, max_new_tokens: int) -> dict[str, Any]:
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         body = {"rid": rid, "input_ids": [2 + i % 90 for i in range(prompt_len)], "sampling_params": sampling}
-        return post(self.server.url, "/generate", body)
+        return post(self.server.url, "/generate", {**body, "bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0})
 
     def lives(self) -> Lives:
         return read_lives(self.directory / "lives", block_size=BLOCK)
