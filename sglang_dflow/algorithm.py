@@ -7,8 +7,11 @@ are here too: everything wrong with a launch comes in one message before a proce
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -17,11 +20,20 @@ from sglang_dflow.serving.launch_checks import check_launch
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
 
+logger = logging.getLogger(__name__)
+
 NAME = "DFLOW"
 
 
 class DFlowAlgorithm(CustomSpecAlgo):
-    """Answers the host's questions about DFLOW; all but the worker as the host's DFLASH answers them."""
+    """Answers the host's questions about DFLOW; all but the worker as the host's DFLASH answers them.
+
+    Attributes:
+        on_hand_over: set by a worker that relays; told the `req_pool_indices`, int64 [bs], of requests that decode here
+            next without a prefill here.
+    """
+
+    on_hand_over: Callable[[torch.Tensor], None] | None = None
 
     def is_dflash(self) -> bool:
         return True
@@ -61,6 +73,16 @@ class DFlowAlgorithm(CustomSpecAlgo):
         device, req_to_token_pool, *rest = args
         return FutureMap(device, self, req_to_token_pool, *rest, **kwargs)
 
+    def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: torch.Tensor, future_map: FutureMap) -> Any:
+        """DFLASH's first draft input of requests handed over to a decode server; none of them has a relay yet.
+
+        The host asks this once of every request before it decodes on a decode server (also of one that resumes after a
+        retraction), behind every forward that could still write the request's slot (`_get_new_prebuilt_batch` waits).
+        """
+        if self.on_hand_over is not None:
+            self.on_hand_over(batch.req_pool_indices)
+        return SpeculativeAlgorithm.DFLASH.build_disagg_draft_input(batch, last_tokens_tensor, future_map)
+
     def get_platform_worker_cls(self) -> type | None:
         """None: a platform's replacement for the DFLASH worker knows nothing of the relay."""
         return None
@@ -75,6 +97,11 @@ class DFlowAlgorithm(CustomSpecAlgo):
 
         check_launch(server_args)
         _handle_dflash(server_args)
+        if server_args.speculative_draft_window_size is not None:
+            logger.info(
+                "DFLOW honours --speculative-draft-window-size=%d; the host's warning goes by the name DFLASH.",
+                server_args.speculative_draft_window_size,
+            )
 
 
 class RefusedAlgorithm(CustomSpecAlgo):

@@ -36,7 +36,7 @@ class HostSite(NamedTuple):
     reason: str
 
 
-_WORKS, _REFUSED = Verdict.WORKS, Verdict.REFUSED
+_WORKS, _HOOKED, _REFUSED = Verdict.WORKS, Verdict.HOOKED, Verdict.REFUSED
 
 HOST_SITES: tuple[HostSite, ...] = (
     HostSite("speculative.spec_info:SpeculativeAlgorithm.is_dflash", _WORKS, "DFlowAlgorithm answers it itself"),
@@ -108,8 +108,8 @@ HOST_SITES: tuple[HostSite, ...] = (
     ),
     HostSite(
         "arg_groups.lora_hook:check_lora_speculative_compatibility",
-        _REFUSED,
-        "the host refuses LoRA with an algorithm it does not name",
+        _HOOKED,
+        "hooks/lora.py: the check is asked about DFLOW as about DFLASH",
     ),
     HostSite(
         "arg_groups.kv_cache_hook:handle_kv4_compatibility",
@@ -138,8 +138,8 @@ HOST_SITES: tuple[HostSite, ...] = (
     ),
     HostSite(
         "disaggregation.mooncake.conn:MooncakeKVManager._validate_peer_state_layout",
-        _REFUSED,
-        "PD disaggregation is refused at launch",
+        _WORKS,
+        "true only where CP and TP share a group, which the host refuses for DFLOW",
     ),
     HostSite(
         "arg_groups.layernorm_sp_hook:validate_layernorm_sp",

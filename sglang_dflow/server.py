@@ -7,6 +7,7 @@ file. On a machine without CUDA the server is started on the CPU platform of thi
 
 from __future__ import annotations
 
+import operator
 import os
 import shlex
 import signal
@@ -238,17 +239,43 @@ def server_info(url: str) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def relay_state(url: str) -> dict[str, Any]:
-    """Return the relay's counters and switch of a DFLOW server (`internal_states[0].dflow`).
+def relay_states(url: str) -> list[dict[str, Any]]:
+    """Return the relay's counters and switch of every data-parallel rank (`internal_states[rank].dflow`).
 
     Raises:
         RuntimeError: the server does not run DFLOW.
     """
-    info = server_info(url)
-    for state in info.get("internal_states") or []:
-        if "dflow" in state:
-            return dict(state["dflow"])
-    raise RuntimeError(f"{url} does not run DFLOW: /server_info has no dflow state")
+    states = [dict(state["dflow"]) for state in server_info(url).get("internal_states") or [] if "dflow" in state]
+    if not states:
+        raise RuntimeError(f"{url} does not run DFLOW: /server_info has no dflow state")
+    return states
+
+
+def relay_state(url: str) -> dict[str, Any]:
+    """Return the relay's counters and switch of a DFLOW server, all data-parallel ranks together.
+
+    Raises:
+        RuntimeError: the server does not run DFLOW.
+    """
+    return together(relay_states(url))
+
+
+def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of all ranks added, tau and acceptance weighted by their rounds; the rest is the first rank's."""
+    total = dict(states[0])
+    if len(states) == 1 or "rounds" not in total:  # without a pool there is nothing to count
+        return total
+    for name in ("rounds", "relayed_rows", "eligible_rows", "pool_bytes"):
+        total[name] = sum(state[name] for state in states)
+    total["dropped_rows"] = {
+        reason: sum(state["dropped_rows"][reason] for state in states) for reason in total["dropped_rows"]
+    }
+    shares = [state["rounds"] / max(1, total["rounds"]) for state in states]
+    total["tau"] = sum(share * state["tau"] for share, state in zip(shares, states))
+    by_position = zip(*(state["acceptance_by_position"] for state in states))
+    total["acceptance_by_position"] = [sum(map(operator.mul, shares, column)) for column in by_position]
+    total["relay_hit_rate"] = total["relayed_rows"] / max(1, total["eligible_rows"])
+    return total
 
 
 def set_relay(url: str, enabled: bool) -> None:

@@ -175,6 +175,32 @@ def _install_all_gather() -> None:
     GroupCoordinator.all_gather_into_tensor = all_gather_into_tensor
 
 
+class _Pageable(torch.overrides.TorchFunctionMode):
+    """Inside, memory that is asked for pinned is ordinary memory: nothing is copied to a device from it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def _install_lora_memory() -> None:
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    def pageable(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _Pageable():
+                return original(*args, **kwargs)
+
+        return call
+
+    LoRAManager.__init__ = pageable(LoRAManager.__init__)
+    LoRAManager.prepare_lora_batch = pageable(LoRAManager.prepare_lora_batch)
+
+
 CPU_HOOKS: tuple[HookRecord, ...] = (
     HookRecord(
         name="cpu-assign-req-to-token-pool",
@@ -300,6 +326,21 @@ CPU_HOOKS: tuple[HookRecord, ...] = (
         remove_when="the method asks the tensor or the platform",
         test="tests/e2e/test_tensor_parallel.py",
         install=_install_all_gather,
+    ),
+    HookRecord(
+        name="cpu-lora-memory",
+        target="sglang.srt.lora.lora_manager:LoRAManager.prepare_lora_batch",
+        host_version=HOST_VERSION,
+        fingerprint="75d832c03b74846a",
+        why="the layers and the torch backend of LoRA pin host memory without asking the platform, which raises where "
+        "there is no accelerator",
+        how="makes pinned memory ordinary memory while a LoRAManager is made and while it prepares a batch",
+        tried="is_pin_memory_available of the platform: the memory pool asks it, lora/layers.py and "
+        "lora/backend/torch_backend.py do not; a backend of our own in the host's registry would leave the layers",
+        upstream="none yet",
+        remove_when="lora/layers.py and the torch_native backend ask is_pin_memory_available",
+        test="tests/e2e/test_lora.py",
+        install=_install_lora_memory,
     ),
 )
 

@@ -56,9 +56,10 @@ class DFlowCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Set what has no other sensible value on this platform, and default what was not given."""
-        # Not a default: no other backend runs here, and the host has already put its own CPU choice in this field.
+        # Not defaults: no other backends run here, and the host has already put its own choice in these fields.
         server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = "pytorch"
+        server_args.lora_backend = "torch_native"
         server_args.cuda_graph_config = _graphs_off(server_args.cuda_graph_config)
         server_args.disable_custom_all_reduce = True
         if server_args.chunked_prefill_size is None:

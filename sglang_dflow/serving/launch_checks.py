@@ -58,12 +58,6 @@ def flag_problems(server_args: Any) -> list[str]:
             f"--pp-size is {server_args.pp_size}, expected 1: the drafter needs the captured states of all target "
             "layers on one stage. Use --tp-size instead"
         )
-    if server_args.disaggregation_mode != "null":
-        problems.append(
-            f"--disaggregation-mode is {server_args.disaggregation_mode}: a decode server takes requests over without "
-            "prefilling them, and the relay's isolation rests on that prefill. Serve prefill and decode together, "
-            "or use --speculative-algorithm DFLASH"
-        )
     if server_args.enable_linear_replayssm_spec:
         problems.append(
             "--enable-linear-replayssm-spec is accepted by the host for DFLASH and DSPARK by name only. Drop the flag, "

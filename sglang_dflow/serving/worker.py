@@ -5,9 +5,9 @@ draft forward (which reads the pool: `draft_model.py`), `_accept_block` (which k
 tokens) and `_append_target_hidden_to_draft_kv_by_loc` (which has just projected the captured states of all rows,
 rejected ones included). The last two are overridden to write the pool; nothing else of the round is touched.
 
-Invariants kept here: I3 verification never sees the relay. I4 prefill, flush and weight update empty the pool's
-rows. I5 with the relay switched off at start, no pool exists and this class is the host's worker. I6 no method
-called during decode reads a tensor on the host.
+Invariants kept here: I3 verification never sees the relay. I4 prefill, hand-over from a prefill server, flush and
+weight update empty the pool's rows. I5 with the relay switched off at start, no pool exists and this class is the
+host's worker. I6 no method called during decode reads a tensor on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_schedule
 from sglang.srt.speculative.dflash_worker_v2 import (
     DFlashWorkerV2,
     _is_all_greedy,
@@ -65,9 +65,16 @@ def _is_table(embed: torch.nn.Module) -> bool:
     )
 
 
-def _max_running_requests() -> int:
-    """The most requests of one scheduler, as `KVCacheConfigurator.resolve_max_num_reqs` (0.5.23) bounds them."""
-    return max(1, int(get_schedule().max_running_requests) // get_parallel().attn_dp_size)
+def _max_requests() -> int:
+    """The most requests with a slot in one scheduler, as `KVCacheConfigurator` (0.5.23) bounds them.
+
+    `resolve_max_num_reqs` bounds the running ones; a decode server has further slots for requests in transfer.
+    """
+    running = max(1, int(get_schedule().max_running_requests) // get_parallel().attn_dp_size)
+    disagg = get_disagg()
+    if disagg.disaggregation_mode != "decode":
+        return running
+    return running + int(disagg.disaggregation_decode_extra_slots)
 
 
 class DFlowWorker(DFlashWorkerV2):
@@ -83,7 +90,7 @@ class DFlowWorker(DFlashWorkerV2):
         self.relay_settings = RelaySettings.from_env()
         if self.relay_settings.enabled:
             # Here, because the host sizes its KV cache after this by the memory that is left.
-            self._attach_pool(num_rows=1 + _max_running_requests())
+            self._attach_pool(num_rows=1 + _max_requests())
 
     def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         """Allocate the host's pools, and see that the relay's has a row for every row of the host's request pool.
@@ -94,6 +101,7 @@ class DFlowWorker(DFlashWorkerV2):
         super().alloc_memory_pool(memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs)
         if self._pool is not None:
             self._check_rows(int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
+            self.model_runner.spec_algorithm.on_hand_over = self._pool.invalidate
             self._metrics = RelayMetrics.of_this_scheduler(int(self.block_size), self.draft_model.dflow_config.rule)
         self._log_relay()
 

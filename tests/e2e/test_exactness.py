@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflow.cpu import GRAPH_SWITCH
-from sglang_dflow.server import Server, relay_state
+from sglang_dflow.server import Server, relay_state, relay_states, set_relay
 from sglang_dflow.verify import Completion, generate_all, mean_tau
 from tests.support.arms import Arm, ArmResult, Round, assert_equal_outputs, read_trace
 
@@ -123,3 +123,55 @@ def test_domino_outputs_equal_no_speculation(baseline: ArmResult, run_arm: RunAr
     assert_equal_outputs(baseline, found)
     assert mean_tau(found.outputs[1]) > 1.1, "nothing was accepted: the comparison would be empty"
     assert found.extra["rollout"] and found.extra["relayed_rows"] > 0
+
+
+def test_draft_window(
+    run_arm: RunArm,
+    baseline: ArmResult,
+    dflow: ArmResult,
+    drafter: Path,
+    prompts_ids: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """The drafter's window over a private slot table, whose lengths are not positions: the relay goes by the latter.
+
+    Every prompt is longer than the window; drafts that differ show that it was honoured.
+    """
+    window, level, count = 16, 8, 24
+    assert min(map(len, prompts_ids[:count])) > window
+    arm = Arm(
+        drafter=drafter,
+        concurrency={level: count},
+        max_new_tokens=MAX_NEW_TOKENS,
+        extra_args=("--speculative-draft-window-size", str(window)),
+        probe={"trace": str(tmp_path / "trace")},
+        ask=lambda server: relay_state(server.url),
+    )
+    found = run_arm("window", arm)
+    assert_equal_outputs(baseline, found)
+    assert found.extra["relay_hit_rate"] > 0.3
+    assert Counter(found.rounds) - Counter(dflow.extra.rounds), "the window changed no draft"
+
+
+def _both_ranks(server: Server) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every rank's relay after the answers, and after the switch was turned off."""
+    counted = relay_states(server.url)
+    set_relay(server.url, False)
+    return counted, relay_states(server.url)
+
+
+def test_data_parallel(run_arm: RunArm, baseline: ArmResult, drafter: Path) -> None:
+    """Two whole replicas, a relay each: both answer, count and obey the switch."""
+    level, count = 8, 16
+    arm = Arm(
+        drafter=drafter,
+        concurrency={level: count},
+        extra_args=("--dp-size", "2"),
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        ask=_both_ranks,
+    )
+    found = run_arm("data-parallel", arm)
+    assert_equal_outputs(baseline, found)
+    counted, switched = found.extra
+    assert len(counted) == 2 and all(rank["relayed_rows"] > 100 for rank in counted)
+    assert [rank["relay"] for rank in switched] == ["off", "off"]

@@ -23,7 +23,7 @@ from sglang_dflow.soak.client import Answer, send
 from sglang_dflow.soak.command import PRESSURE_ARGS, REFERENCE_ARGS, Outcome, corpus, reference_answers, run_bursts
 from sglang_dflow.soak.workload import Burst, Request, make_workload
 from tests.support.arms import Arm
-from tests.support.lives import Life, Lives, read_lives
+from tests.support.lives import Life, Lives, read_lives, wait_until_idle
 
 BLOCK = 8
 # Continued by repetition, of which long runs are accepted.
@@ -176,7 +176,7 @@ def test_planted_state_reaches_no_other_request(soaked: Soaked, end: str, invali
         sampling = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
         planted = Request(name, tuple(soaked.text[100:140]), sampling, stream=True, leave_after=3)
         assert send(soaked.server.url, planted, timeout_s=TIMEOUT_S, rid=name).cut
-    _wait_until_idle(soaked.server.url)
+    wait_until_idle(soaked.server.url)
     before = soaked.lives()
     prefix_len, accept_len, _ = before.rounds[name][-1]
     position = prefix_len + accept_len + 1
@@ -220,7 +220,7 @@ def test_clients_that_leave_free_everything(soaked: Soaked) -> None:
         assert send(url, left, timeout_s=TIMEOUT_S).cut
     answer: Answer = send(url, known, timeout_s=TIMEOUT_S)
     assert answer.outputs[0] == soaked.expected[key(known)]
-    _wait_until_idle(url)
+    wait_until_idle(url)
     problems = [problem for problem in server_problems(url) if "not finite" not in problem]
     assert problems == []
 
@@ -248,12 +248,3 @@ def test_weight_update_in_flight(soaked: Soaked, target: Path) -> None:
     assert zeros >= 2, "the first round, and the one behind the update"
     again = soaked.ask(prompt, 150)["meta_info"]["spec_verify_ct"]
     assert again == pytest.approx(alone["meta_info"]["spec_verify_ct"], rel=0.05)
-
-
-def _wait_until_idle(url: str) -> None:
-    for _ in range(200):
-        loads = requests.get(f"{url}/v1/loads", timeout=60).json()["loads"]
-        if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the server is still busy")

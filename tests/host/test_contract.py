@@ -49,6 +49,12 @@ OVERRIDDEN = {
     # The draft worker is made before the KV cache is sized, and the request pool keeps to --max-running-requests.
     "sglang.srt.managers.scheduler:Scheduler.init_model_worker": "450aebf5b90767f5",
     "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator.resolve_max_num_reqs": "8f54d8945c2fd37a",
+    "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._build_req_to_token_pool": "7bc5ee750f714da3",
+    # On a decode server every request, new or resumed, gets its first draft input here, after a wait for all forwards.
+    "sglang.srt.disaggregation.decode:SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch": "b51d6b336384200f",
+    "sglang.srt.disaggregation.decode_schedule_batch_mixin:ScheduleBatchDisaggregationDecodeMixin"
+    ".process_prebuilt": "735ddcdc5bcd9568",
+    "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.build_disagg_draft_input": "b2987268c6c638b5",
 }
 """Host code that we override or call, and the fingerprint it had when that was written."""
 

@@ -23,7 +23,7 @@ BUDGET, CELL = 1 << 28, 2048
 """Bytes of a small device that are free without the relay, and bytes of one token's KV."""
 
 
-def _worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _worker(monkeypatch: pytest.MonkeyPatch, **server_args: Any) -> Any:
     """A worker whose host half only brings what the relay's half reads."""
 
     def host_init(self: Any) -> None:
@@ -38,7 +38,7 @@ def _worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         self.draft_model = SimpleNamespace(dflow_config=config, attach_relay=lambda *args: None)
 
     monkeypatch.setattr(DFlashWorkerV2, "__init__", host_init)
-    with get_context().override_server_args(device="cpu", max_running_requests=MAX_RUNNING):
+    with get_context().override_server_args(device="cpu", max_running_requests=MAX_RUNNING, **server_args):
         return DFlowWorker()
 
 
@@ -77,3 +77,10 @@ def test_a_request_pool_with_more_rows_is_refused(monkeypatch: pytest.MonkeyPatc
     worker.model_runner.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(MAX_RUNNING + 2, 1))
     with pytest.raises(RuntimeError, match=r"49 rows, but the host's request pool has 50"):
         worker.alloc_memory_pool()
+
+
+def test_a_decode_server_has_rows_for_requests_in_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's request pool has slots for them beyond the running requests; elsewhere the option has no effect."""
+    extra = {"disaggregation_decode_extra_slots": 7}
+    assert _worker(monkeypatch, **extra)._pool.hidden.shape[0] == MAX_RUNNING + 1
+    assert _worker(monkeypatch, disaggregation_mode="decode", **extra)._pool.hidden.shape[0] == MAX_RUNNING + 1 + 7

@@ -14,6 +14,7 @@ import pytest
 import torch
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from sglang_dflow.algorithm import NAME, DFlowAlgorithm
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.pool import DraftRows, RelayPool
 from sglang_dflow.serving.metrics import RELAYED_KEY, DropReason, RelayMetrics
@@ -186,6 +187,25 @@ def test_planted_state_reaches_no_other_request(steps: Steps, monkeypatch: pytes
     assert reuse() == 0
     monkeypatch.setattr(RelayPool, "invalidate", lambda pool, indices: None)
     assert reuse() == 3
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_first_round_after_a_hand_over_is_plain(steps: Steps, told: bool) -> None:
+    """A decode server never prefills: the host's question for the first draft input empties the slot instead.
+
+    Asked as the host asks it; without the worker's callback the same steps leak.
+    """
+    algorithm = DFlowAlgorithm(NAME, lambda server_args: object, supports_overlap=True)
+    if told:
+        algorithm.on_hand_over = steps.pool.invalidate
+    steps.verify([4, 5], [10, 30], [0, 1], fill=666.0)  # the plant, beside a request that goes on
+    slots, seq_lens, last = torch.tensor([4]), torch.tensor([11]), torch.tensor([8])
+    batch = SimpleNamespace(req_pool_indices=slots, seq_lens=seq_lens, enable_overlap=False)
+    future_map: Any = None  # not asked without overlap
+    draft_input = algorithm.build_disagg_draft_input(batch, last, future_map)
+    assert torch.equal(draft_input.bonus_tokens, last)
+    steps.verify([4, 5], [11, 32], [0, 0])
+    assert steps.relayed == [0 if told else 3, 2]
 
 
 @pytest.mark.parametrize("selector", ["flush", "target", "draft", "all"])

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import enum
 import json
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import requests
 
 
 class Life(enum.StrEnum):
@@ -56,6 +59,16 @@ def read_lives(path: Path, *, block_size: int) -> Lives:
         entry = json.loads(line)
         getattr(reader, f"see_{entry['kind']}")(entry)
     return reader.lives
+
+
+def wait_until_idle(url: str) -> None:
+    """Return when no request runs or waits: with overlap a slot's last block comes after its request's answer."""
+    for _ in range(200):
+        loads = requests.get(f"{url}/v1/loads", timeout=60).json()["loads"]
+        if not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server is still busy")
 
 
 class _Reader:

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
+from sglang_dflow.server import together
 from sglang_dflow.serving.metrics import DropReason, RelayCounts, RelayMetrics, Round
 
 B = 8
@@ -59,3 +60,15 @@ def test_nothing_counted_yet() -> None:
     shown = RelayCounts(B).as_dict()
     assert (shown["tau"], shown["relay_hit_rate"], shown["eligible_rows"]) == (0.0, 0.0, 0)
     assert shown["acceptance_by_position"] == [0.0] * 7
+
+
+def test_ranks_together_are_what_one_would_have_counted() -> None:
+    """Data-parallel ranks each show their own counters; the mean of two taus is not the tau of both."""
+    ranks = [RelayCounts(B), RelayCounts(B)]
+    ranks[0].add_round(Round(7, 0, 0, 1), RULE, tokens=2)
+    for _ in range(3):
+        ranks[1].add_round(Round(3, 0, 4, 5), RULE, tokens=6)
+    shown = [{"relay": "on", "pool_bytes": 10, **counts.as_dict()} for counts in ranks]
+    ranks[0].add(ranks[1])
+    assert together(shown) == {"relay": "on", "pool_bytes": 20, **ranks[0].as_dict()}
+    assert together([{"relay": "off"}, {"relay": "off"}]) == {"relay": "off"}
