@@ -19,7 +19,8 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 
 SLOW_FILES = (
     "test_lives", "test_sampling", "test_exactness", "test_demo", "test_dflash", "test_server", "test_features",
-    "test_bench", "test_tensor_parallel", "test_lora", "test_disaggregation", "test_train", "test_parity", "test_kernels",
+    "test_bench", "test_tensor_parallel", "test_lora", "test_disaggregation", "test_train", "test_parity",
+    "test_kernels",
 )  # fmt: skip
 """Files that take more than half a minute, longest first: they begin, so that no worker ends long after another."""
 

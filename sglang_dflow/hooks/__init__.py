@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from sglang_dflow.hooks.finish import FINISH_HOOKS
 from sglang_dflow.hooks.internal_state import INTERNAL_STATE_HOOKS
 from sglang_dflow.hooks.lora import LORA_HOOKS
 from sglang_dflow.hooks.meta_info import META_INFO_HOOKS
@@ -13,6 +14,7 @@ from sglang_dflow.hooks.requests import REQUEST_HOOKS
 from sglang_dflow.hooks.weight_update import WEIGHT_UPDATE_HOOKS
 
 HOOKS: tuple[HookRecord, ...] = (
+    *FINISH_HOOKS,
     *INTERNAL_STATE_HOOKS,
     *LORA_HOOKS,
     *META_INFO_HOOKS,

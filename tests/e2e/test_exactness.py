@@ -135,10 +135,10 @@ def test_draft_window(
 ) -> None:
     """The drafter's window over a private slot table, whose lengths are not positions: the relay goes by the latter.
 
-    Most prompts are longer than the window; drafts that differ show that it was honoured.
+    Every prompt is longer than the window; drafts that differ show that it was honoured.
     """
-    window, level, count = 16, 8, 24
-    assert sum(len(ids) > window for ids in prompts_ids[:count]) > count / 2
+    window, level, count = 8, 8, 24
+    assert min(map(len, prompts_ids[:count])) > window
     arm = Arm(
         drafter=drafter,
         concurrency={level: count},

@@ -69,6 +69,11 @@ QUESTIONS: dict[str, dict[str, Any]] = {
         {"max_new_tokens": 60, "regex": "(spring|summer|autumn|winter)( and (spring|summer|autumn|winter)){3}"}
     ),
     "stop string": _body({"stop": [" and", "."], "max_new_tokens": 60}),
+    # One accepted run holds both, in the other order: "10." (the soak of 3,000 requests found it).
+    "two stop strings": {
+        "input_ids": [325, 2848, 670, 451, 2677],
+        "sampling_params": GREEDY | {"stop": [".", "1"], "max_new_tokens": 17},
+    },
     "no special tokens": _body({"skip_special_tokens": False, "ignore_eos": True, "max_new_tokens": 60}),
 }
 
