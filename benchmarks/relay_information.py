@@ -153,9 +153,8 @@ def evaluate(probe: Probe, rounds: Rounds, gamma: float) -> Result:
             losses.append(float(result.loss) * len(chosen))
             correct.append(result.correct & part.valid)
     right = torch.cat(correct)
-    tau = 1.0 + float(right.long().cumprod(-1).sum(-1).float().mean())
     rows = (right.sum(0) / rounds.valid.sum(0)).tolist()
-    return Result(sum(losses) / len(rounds.bonus), tau, rows)
+    return Result(sum(losses) / len(rounds.bonus), _tau(right), rows)
 
 
 def train(probe: Probe, rounds: Rounds, epochs: int, batch: int, gamma: float, seed: int) -> None:
@@ -180,14 +179,25 @@ def train(probe: Probe, rounds: Rounds, epochs: int, batch: int, gamma: float, s
             schedule.step()
 
 
-def guesses(target: Target, rounds: Rounds) -> dict[str, list[float]]:
-    """Share of rows, by row, where the stale token, the drafter, and either of them is right."""
+def guesses(target: Target, rounds: Rounds) -> dict[str, torch.Tensor]:
+    """Where [N, R] a guess is right: the stale token of the row and of its neighbours, the drafter, any of several."""
     drafted = torch.cat([target.logits(part.flatten(0, 1)).argmax(-1) for part in rounds.hidden.split(256)])
     drafter = (drafted.view_as(rounds.labels) == rounds.labels) & rounds.valid
-    stale = (rounds.stale == rounds.labels) & rounds.mask & rounds.valid
-    total = rounds.valid.sum(0)
-    found = {"stale token": stale, "drafter": drafter, "either": stale | drafter}
-    return {name: (value.sum(0) / total).tolist() for name, value in found.items()}
+    known = torch.where(rounds.mask, rounds.stale, -1)
+    before, behind = F.pad(known, (1, 0), value=-1)[:, :-1], F.pad(known, (0, 1), value=-1)[:, 1:]
+    own, before, behind = ((tokens == rounds.labels) & rounds.valid for tokens in (known, before, behind))
+    return {
+        "stale token": own,
+        "stale token of the row before": before,
+        "stale token of the row behind": behind,
+        "drafter": drafter,
+        "drafter or stale token": drafter | own,
+        "any of these": drafter | own | before | behind,
+    }
+
+
+def _tau(right: torch.Tensor) -> float:
+    return 1.0 + float(right.long().cumprod(-1).sum(-1).float().mean())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=positive_int, default=3)
     parser.add_argument("--width", type=positive_int, default=768)
     parser.add_argument("--seeds", type=positive_int, default=2)
-    parser.add_argument("--probes", nargs="+", default=list(PROBES), choices=list(PROBES))
+    parser.add_argument("--probes", nargs="*", default=list(PROBES), choices=list(PROBES))
     args = parser.parse_args(argv)
     recipe = Recipe.load(args.run / "recipe.yaml")
     if not (recipe.has_relay and recipe.relay_stale_token and recipe.init_from):
@@ -212,11 +222,12 @@ def main(argv: list[str] | None = None) -> int:
     train_set, test_set = rounds.of((~held_out).nonzero()[:, 0]), rounds.of(held_out.nonzero()[:, 0])
     print(f"{len(train_set.bonus)} training and {len(test_set.bonus)} test blocks, "
           f"{len(owners.unique())} conversations", file=sys.stderr)  # fmt: skip
-    by_row = guesses(target, test_set)
-    print("| right, by row | " + " | ".join(str(t + 1) for t in range(test_set.labels.shape[1])) + " |")
-    print("|---" * (test_set.labels.shape[1] + 1) + "|")
+    found_right, valid = guesses(target, rounds), rounds.valid.sum(0)
+    by_row = {name: (right.sum(0) / valid).tolist() for name, right in found_right.items()}
+    print("| right, by row | " + " | ".join(str(t + 1) for t in range(len(valid))) + " | tau, the best guess known |")
+    print("|---" * (len(valid) + 2) + "|")
     for name, values in by_row.items():
-        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
+        print(f"| {name} | " + " | ".join(f"{v:.3f}" for v in values) + f" | {_tau(found_right[name]):.3f} |")
     print("\n| probe | loss | tau of these rounds | / control | right, by row |\n|---|---|---|---|---|", flush=True)
     results: dict[str, list[Result]] = {name: [] for name in args.probes}
     for name in args.probes:

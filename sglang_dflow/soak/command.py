@@ -67,12 +67,14 @@ class Outcome:
         answers: every request with its answer.
         mismatches: greedy answers that are not the target's, ties included.
         memory: (requests answered, resident MB of the server's processes), after every burst.
+        anonymous: the same of each process alone, without pages that a file backs.
         stopped: the server answers no more.
     """
 
     answers: list[tuple[Request, Answer]] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     memory: list[tuple[int, float]] = field(default_factory=list)
+    anonymous: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     stopped: bool = False
 
     @property
@@ -173,7 +175,7 @@ def _run_burst(server: Server, burst: Burst, expected: Expected, outcome: Outcom
     outcome.answers += pairs
     requests.get(f"{server.url}/health", timeout=timeout_s).raise_for_status()
     outcome.mismatches += find_mismatches(expected, pairs, tie_url=server.url)
-    outcome.memory.append((len(outcome.answers), _resident_mb(server.pid)))
+    _record_memory(outcome, server.pid)
 
 
 def _switch_relay(url: str, enabled: bool | None) -> None:
@@ -182,9 +184,19 @@ def _switch_relay(url: str, enabled: bool | None) -> None:
         set_relay(url, enabled)
 
 
-def _resident_mb(pid: int) -> float:
-    tree = psutil.Process(pid)
-    return sum(process.memory_info().rss for process in (tree, *tree.children(recursive=True))) / 1e6
+def _record_memory(outcome: Outcome, pid: int) -> None:
+    """Resident memory of all processes of the server, and of each what is not backed by a file.
+
+    Pages of libraries come and go with what else the machine runs; a leak is in the others.
+    """
+    answered, tree = len(outcome.answers), psutil.Process(pid)
+    total = 0.0
+    for process in (tree, *tree.children(recursive=True)):
+        used = process.memory_info()
+        total += used.rss / 1e6
+        name = f"{process.name()} {process.pid}"
+        outcome.anonymous.setdefault(name, []).append((answered, (used.rss - used.shared) / 1e6))
+    outcome.memory.append((answered, total))
 
 
 def _shrunk(server: Server, bursts: Sequence[Burst], expected: Expected, *, timeout_s: float) -> list[Burst]:
@@ -235,7 +247,10 @@ def _read_out(server: Server, outcome: Outcome) -> tuple[list[str], dict[str, An
     slope = slope_per_1000(outcome.memory)
     if slope is not None and slope > MAX_SLOPE_MB and len(outcome.answers) >= SETTLED_REQUESTS:
         problems.append(f"the server grows by {slope:.2f} MB per 1,000 requests, expected at most {MAX_SLOPE_MB}")
-    return problems, {"rss_slope_mb_per_1000": None if slope is None else round(slope, 3), **numbers}
+    slopes = {name: slope_per_1000(samples) for name, samples in outcome.anonymous.items()}
+    told = {name: round(value, 3) for name, value in slopes.items() if value is not None}
+    memory = {"rss_slope_mb_per_1000": None if slope is None else round(slope, 3), "anonymous_slope_by_process": told}
+    return problems, {**memory, **numbers}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,6 +128,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
         requests = {request.name: request for burst in bursts for request in burst.requests}
         outcome = command.Outcome([(request, Answer(outputs=((1,),))) for request in requests.values()])
         outcome.memory = [(index, 5.0) for index in range(9)]
+        outcome.anonymous = {"scheduler 7": [(index, 0.001 * index) for index in range(9)], "short 8": [(0, 1.0)]}
         if {"2.0", "2.1"} <= requests.keys():
             outcome.mismatches = [Mismatch(requests["2.1"], (1, 2), (1, 3))]
         return outcome
@@ -156,6 +157,7 @@ def test_a_failing_soak_leaves_the_smallest_workload(tmp_path: Path, capsys: pyt
     report = json.loads(out.splitlines()[-1])
     assert (report["requests"], report["mismatches"], report["hangs"], report["retractions"]) == (60, 1, 0, 3)
     assert report["rss_slope_mb_per_1000"] == 0.0
+    assert report["anonymous_slope_by_process"] == {"scheduler 7": 1.0}  # of a process that is gone: nothing
     left = from_json(json.loads((tmp_path / "soak-4.json").read_text()))
     assert [[request.name for request in burst.requests] for burst in left] == [["2.0", "2.1"]]
     assert command.main([*common, "--replay", str(tmp_path / "soak-4.json")]) == 1
