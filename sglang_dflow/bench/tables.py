@@ -159,7 +159,7 @@ def findings(results: Record) -> list[str]:
     if against[DFLASH]:
         below = [c["concurrency"] for c in against[DFLASH] if c["throughput_over_tau"]["median"] < 0.95]
         said.append(
-            "DFLOW keeps at least 0.95 of the tau ratio as throughput over DFLASH at every concurrency measured."
+            "DFLOW keeps at least 0.95 of the tau ratio as throughput over DFLASH at every concurrency, by medians."
             if not below
             else f"DFLOW keeps less than 0.95 of the tau ratio as throughput over DFLASH at concurrency {_list(below)}."
         )
@@ -168,7 +168,7 @@ def findings(results: Record) -> list[str]:
         said.append(
             f"DFLOW is not faster than no speculation at concurrency {_list(slower)}."
             if slower
-            else "DFLOW is faster than no speculation at every concurrency measured."
+            else "DFLOW is faster than no speculation at every concurrency, by medians."
         )
     missing = not_run(results)
     return [*said, missing] if missing else said
