@@ -30,7 +30,7 @@ check: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/unit -q # two threads beside another busy process took ten times as long
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/unit -q -n $(WORKERS) # threads beside another busy process took ten times as long
 
 ledger: setup
 	$(PY) -m sglang_dflow.hooks.ledger
