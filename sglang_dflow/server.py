@@ -42,11 +42,17 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserve_port() -> socket.socket:
+    """Return a socket that keeps a TCP port of the loopback interface from everybody but a server that is told of it.
+
+    A server binds its port half a minute after it was chosen, and until then a port that is only free goes to any
+    connection or other server. The socket was bound alone, so nobody else has the port; it shares from now on, so a
+    listener (they set SO_REUSEADDR) may bind beside it. Close it when the port is not needed any more.
+    """
+    keeper = socket.socket()
+    keeper.bind(("127.0.0.1", 0))
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return keeper
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class Server:
         start_timeout_s: float = 600.0,
     ) -> None:
         self.spec = spec
-        self.port = free_port()
+        self._port_keeper = reserve_port()
+        self.port = int(self._port_keeper.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         self._start_timeout_s = start_timeout_s
@@ -185,6 +192,7 @@ class Server:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """Stop the server and everything it started. Does nothing if it is stopped already."""
+        self._port_keeper.close()
         process = self._process
         if process is None:
             return

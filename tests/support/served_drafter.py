@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from sglang_dflow.server import free_port
+from sglang_dflow.server import reserve_port
 
 CHUNK = 64
 """Requests of one draft forward."""
@@ -48,8 +48,9 @@ def start_host() -> None:
 
     load_plugins()
     get_context().override_server_args(device="cpu").install()
-    address = f"tcp://127.0.0.1:{free_port()}"
-    init_distributed_environment(1, 0, distributed_init_method=address, local_rank=0, backend="gloo")
+    with reserve_port() as keeper:
+        address = f"tcp://127.0.0.1:{keeper.getsockname()[1]}"
+        init_distributed_environment(1, 0, distributed_init_method=address, local_rank=0, backend="gloo")
     initialize_model_parallel(backend="gloo")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_dflow.bench.client import Request, drive
-from sglang_dflow.server import free_port
+from sglang_dflow.server import reserve_port
 
 
 class _Stub(BaseHTTPRequestHandler):
@@ -95,8 +95,8 @@ def test_a_lost_token_stops_the_load(url: str) -> None:
 
 
 def test_a_server_that_is_gone_stops_the_load() -> None:
-    with pytest.raises(RuntimeError, match="does not answer any more"):
-        drive(f"http://127.0.0.1:{free_port()}", [[1]], concurrency=1, max_new_tokens=2)
+    with reserve_port() as nobody, pytest.raises(RuntimeError, match="does not answer any more"):
+        drive(f"http://127.0.0.1:{nobody.getsockname()[1]}", [[1]], concurrency=1, max_new_tokens=2)
 
 
 def test_tpot_leaves_the_first_token_out() -> None:

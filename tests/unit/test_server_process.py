@@ -1,13 +1,18 @@
-"""A server's process: ends with whoever started it. The server itself: `tests/e2e`."""
+"""A server's process and port: it ends with whoever started it. The server itself: `tests/e2e`."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
+
+from sglang_dflow.server import reserve_port
 
 T = TypeVar("T")
 
@@ -35,6 +40,18 @@ def test_a_server_does_not_outlive_a_killed_starter() -> None:
         starter.kill()
     assert _wait_for(lambda: _is_gone(int(pid)))
     log.unlink()
+
+
+def test_a_reserved_port_is_for_the_server_only() -> None:
+    """Catches a port that another worker's server or connection takes before our server binds it (a CI run failed)."""
+    with reserve_port() as keeper, socket.socket() as stranger, socket.socket() as listener:
+        address = keeper.getsockname()
+        with pytest.raises(OSError, match="Address already in use"):
+            stranger.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        socket.create_connection(address, timeout=5).close()
 
 
 def _is_gone(pid: int) -> bool:
