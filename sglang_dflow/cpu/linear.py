@@ -4,6 +4,9 @@
 2 x EPYC (Zen 4) at SmolLM2's shapes, one thread, both cores busy, all linears of one pass without the head: fp32 8 rows
 85 ms against 54 ms packed, bf16 50 against 28; the head with 8 rows 34 against 12 and 11 against 5.5.
 
+oneDNN compiles kernels for every number of rows and keeps them for good, about 0.3 MB for one number and weight shape:
+a server's memory grew with every new size of a mixed batch. So rows are padded to eight sizes an octave.
+
 Owns a packed copy of every dense weight, made at its first use and dropped when the model loads new weights. The dense
 weight stays: the host slices it (draft KV projection), loads into it and shares it (tied head). Relies on SGLang 0.5.23
 calling `quant_method.apply` in every linear layer and, for a method class it does not know, in the logits processor.
@@ -30,6 +33,17 @@ MAX_PACKED_BYTES = 4 << 30
 PACKED_FOR_ROWS = 8
 
 
+def padded_rows(count: int) -> int:
+    """Return the row count, at least `count`, that the product is made with: all up to 16, then 18, 20, .., 32, 36, ..
+
+    At most an eighth more rows; the blocks of up to 16 requests of a block size of 8 stay as they are. Measured (fp32,
+    SmolLM2's shapes, 1,000 batches of 1 to 300 rows): compiled kernels take 525 MB without and 175 MB with padding,
+    of these 6 MB after the first 300 batches instead of 91.
+    """
+    step = max(1, (1 << count.bit_length()) // 16)
+    return -(-count // step) * step
+
+
 class PackedWeight:
     """The packed copy of one dense weight `[out, in]`, made on demand."""
 
@@ -47,7 +61,12 @@ class PackedWeight:
             return F.linear(x, weight, bias)
         if self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_ROWS)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        rows = x.reshape(-1, x.shape[-1])
+        padding = padded_rows(len(rows)) - len(rows)
+        if padding == 0:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        out = torch.ops.mkldnn._linear_pointwise(F.pad(rows, (0, 0, 0, padding)), self._packed, bias, "none", [], "")
+        return out[: len(rows)].view(*x.shape[:-1], -1)
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
 from sglang_dflow.cpu.fused_ops import rms_norm_forward, rotary_forward
-from sglang_dflow.cpu.linear import PackedHeadMethod, PackedLinearMethod, pack_linears
+from sglang_dflow.cpu.linear import PackedHeadMethod, PackedLinearMethod, pack_linears, padded_rows
 from sglang_dflow.relay.modulation import RelayModulation
 
 # oneDNN sums in another order than the reference; bf16 additionally rounds the result to 8 bits.
@@ -50,6 +50,23 @@ def test_packed_layers_compute_the_same(dtype: torch.dtype, rows: int) -> None:
         found = layer.quant_method.apply(layer, x)
         expected = x.float() @ layer.weight.float().T
         torch.testing.assert_close(found.float(), expected, **TOLERANCE[dtype])
+
+
+def test_padded_rows_are_cut_off_under_leading_dimensions() -> None:
+    model = Model(torch.float32)
+    pack_linears(model)
+    x = torch.randn(3, 11, 32)
+    found = model.proj.quant_method.apply(model.proj, x)
+    torch.testing.assert_close(found, x @ model.proj.weight.T, **TOLERANCE[torch.float32])
+
+
+def test_products_are_made_with_few_row_counts() -> None:
+    """Catches a server that grows with every new batch size: oneDNN keeps the kernels of each (found by the soak)."""
+    sizes = {count: padded_rows(count) for count in range(1, 2049)}
+    assert len(set(sizes.values())) < 80
+    assert all(count <= size <= 1.125 * count for count, size in sizes.items())
+    verify_blocks = range(8, 136, 8)
+    assert all(padded_rows(count) == count for count in (*range(1, 17), *verify_blocks))
 
 
 def test_the_host_still_recognises_the_methods() -> None:
