@@ -50,8 +50,8 @@ PRESSURE_ARGS = (
     *("--max-total-tokens", "2304", "--schedule-conservativeness", "0.01"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--enable-mixed-chunk", "--enable-metrics"),
 )
-# With these glibc gives every larger buffer back at once. By default what it keeps for later swings by 100 MB from burst
-# to burst, which hides growth; the page faults cost a quarter of the speed.
+# With these glibc gives every larger buffer back at once. By default what it keeps for later swings by 100 MB, which
+# hides growth; the page faults cost a quarter of the speed.
 STEADY_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 REFERENCE_ARGS = ("--max-total-tokens", "24576")
 _REFERENCE_CONCURRENCY = 24
