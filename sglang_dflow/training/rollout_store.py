@@ -2,13 +2,15 @@
 
 A block's rollout is B * m * H bf16 values (46 kB for SmolLM2 at block 8), so a refresh is gigabytes. Owns the layout of
 ``run_dir/rollouts/STEP/RANK-SHARD.safetensors``: per round ``r.FIELD`` with the blocks of all sequences side by side,
-``sequences`` [n] and ``counts`` [rounds, n]. Every process reads the shards of all processes.
+``sequences`` [n] and ``counts`` [rounds, n]; its metadata say what it was made with. Every process reads the shards of
+all processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,21 +29,38 @@ class _Place(NamedTuple):
     end: int
 
 
-def write_rollouts(folder: Path, rank: int, rollouts: Iterable[tuple[int, list[Relayed]]], rounds: int) -> None:
-    """Write (sequence index, its rounds) as shards of ``SHARD_SEQUENCES`` sequences."""
+def finished_sequences(folder: Path, rank: int, made_with: dict[str, str]) -> list[int]:
+    """Sequences that an interrupted refresh left, in their order; shards that were made with something else go."""
+    from safetensors import safe_open
+
+    found: list[int] = []
+    for path in _shards(folder, rank):
+        with safe_open(path, framework="pt") as handle:
+            if handle.metadata() == made_with:
+                found += handle.get_tensor("sequences").tolist()
+                continue
+        path.unlink()
+    return found
+
+
+def write_rollouts(
+    folder: Path, rank: int, rollouts: Iterator[tuple[int, list[Relayed]]], rounds: int, made_with: dict[str, str]
+) -> None:
+    """Write (sequence index, its rounds) as shards of ``SHARD_SEQUENCES`` sequences, behind those that are there."""
     folder.mkdir(parents=True, exist_ok=True)
-    pending: list[tuple[int, list[Relayed]]] = []
-    shard = 0
-    for item in rollouts:
-        pending.append(item)
-        if len(pending) == SHARD_SEQUENCES:
-            _write_shard(folder / f"{rank}-{shard:05d}.safetensors", pending, rounds)
-            pending, shard = [], shard + 1
-    if pending:
-        _write_shard(folder / f"{rank}-{shard:05d}.safetensors", pending, rounds)
+    shard = len(_shards(folder, rank))
+    while items := list(itertools.islice(rollouts, SHARD_SEQUENCES)):
+        _write_shard(folder / f"{rank}-{shard:05d}.safetensors", items, rounds, made_with)
+        shard += 1
 
 
-def _write_shard(path: Path, items: list[tuple[int, list[Relayed]]], rounds: int) -> None:
+def _shards(folder: Path, rank: int) -> list[Path]:
+    return sorted(folder.glob(f"{rank}-*.safetensors"))
+
+
+def _write_shard(
+    path: Path, items: Sequence[tuple[int, list[Relayed]]], rounds: int, made_with: dict[str, str]
+) -> None:
     from safetensors.torch import save_file
 
     counts = [[len(chain[r].anchors) if r < len(chain) else 0 for _, chain in items] for r in range(rounds)]
@@ -51,7 +70,7 @@ def _write_shard(path: Path, items: list[tuple[int, list[Relayed]]], rounds: int
         for name, parts in zip(Relayed._fields, zip(*present)):
             tensors[f"{number}.{name}"] = torch.cat(parts).cpu().contiguous()
     partial = path.with_suffix(".part")
-    save_file(tensors, partial)
+    save_file(tensors, partial, metadata=made_with)
     partial.replace(path)
 
 

@@ -22,6 +22,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from sglang_dflow.training.plot import plot_run
 from sglang_dflow.training.recipe import Recipe
 from sglang_dflow.training.replay import replay
 from sglang_dflow.training.rollout import Relayed, make_rollout, relay_embeds, stack_relayed
-from sglang_dflow.training.rollout_store import RolloutStore, drop_older, write_rollouts
+from sglang_dflow.training.rollout_store import RolloutStore, drop_older, finished_sequences, write_rollouts
 from sglang_dflow.training.target import Target
 
 Log = Callable[[str], None]
@@ -300,12 +301,19 @@ class Trainer:
     # --- rollouts ----------------------------------------------------------------------------------------
 
     def refresh_rollouts(self) -> None:
-        """Make rollouts of a random subset of the training set with the drafter as it is."""
+        """Make rollouts of a random subset of the training set with the drafter as it is, or go on making them."""
         recipe, folder = self.recipe, self.run_dir / "rollouts" / str(self.step)
+        made_with = {"recipe": json.dumps(asdict(recipe), sort_keys=True)}
+        seed = (recipe.seed << 32) + 7919 * (self.step + 1)
+        order = torch.randperm(len(self.train_set), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        own = order[: recipe.rollout_sequences].tolist()[self.rank :: self.world]
+        if done := finished_sequences(folder, self.rank, made_with):
+            own = own[own.index(done[-1]) + 1 :]
+            self.log(f"rollout: goes on behind {len(done)} sequences of an interrupted run")
         block_bytes = recipe.block_size * self.target.shape.hidden_size * len(recipe.target_layer_ids) * 2
         blocks = min(recipe.rollout_sequences, len(self.train_set)) * recipe.rollout_anchors * recipe.rounds
         self.log(f"rollout: up to {blocks} blocks, {blocks * block_bytes / 1e9:.1f} GB, into {folder}")
-        write_rollouts(folder, self.rank, self._rollouts(), recipe.rounds)
+        write_rollouts(folder, self.rank, self._rollouts(own, seed), recipe.rounds, made_with)
         self._open_rollouts(folder)
 
     def _open_rollouts(self, folder: Path) -> None:
@@ -313,11 +321,8 @@ class Trainer:
             dist.barrier()
         self.rollouts = RolloutStore(folder)
 
-    def _rollouts(self) -> Iterator[tuple[int, list[Relayed]]]:
+    def _rollouts(self, own: list[int], seed: int) -> Iterator[tuple[int, list[Relayed]]]:
         recipe = self.recipe
-        seed = (recipe.seed << 32) + 7919 * (self.step + 1)
-        order = torch.randperm(len(self.train_set), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-        own = order[: recipe.rollout_sequences].tolist()[self.rank :: self.world]
         started, count = time.monotonic(), [0] * recipe.rounds
         for number, index in enumerate(own):
             chain = make_rollout(

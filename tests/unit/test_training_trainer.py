@@ -56,6 +56,35 @@ def test_resume_is_exact(tmp_path: Path, samples: list[Sample], method: str) -> 
         assert torch.equal(expected, actual), name
 
 
+def test_interrupted_rollouts_go_on(tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hours of rollouts that are made again, or are taken over from a run with other settings."""
+    monkeypatch.setattr("sglang_dflow.training.rollout_store.SHARD_SEQUENCES", 2)
+    recipe, lines = _recipe(tmp_path / "r", method="dflow", relay_stale_token=True), list[str]()
+    whole = Trainer(recipe, toy_target(), samples, _silent)
+    whole.refresh_rollouts()
+    assert whole.rollouts is not None and len(whole.rollouts.sequences) > 2
+    expected = {sequence: whole.rollouts.get(sequence, 0) for sequence in whole.rollouts.sequences}
+    first, *lost = sorted(whole.rollouts.folder.glob("*.safetensors"))
+    for path in lost:
+        path.unlink()
+    kept = first.stat()
+
+    again = Trainer(recipe, toy_target(), samples, lines.append)
+    again.refresh_rollouts()
+    assert "rollout: goes on behind 2 sequences of an interrupted run" in lines
+    assert first.stat().st_mtime_ns == kept.st_mtime_ns
+    assert again.rollouts is not None and again.rollouts.sequences == whole.rollouts.sequences
+    for sequence, relayed in expected.items():
+        for one, other in zip(relayed, again.rollouts.get(sequence, 0), strict=True):
+            assert torch.equal(one, other)
+
+    other_seed = Trainer(
+        _recipe(tmp_path / "r", method="dflow", relay_stale_token=True, seed=1), toy_target(), samples, _silent
+    )
+    other_seed.refresh_rollouts()
+    assert first.stat().st_mtime_ns != kept.st_mtime_ns
+
+
 def test_training_lowers_the_loss(tmp_path: Path, samples: list[Sample]) -> None:
     """Catches a gradient that never reaches the drafter, and a relay that never learns."""
     trainer = Trainer(_recipe(tmp_path / "c", method="dflow", steps=30, held_out=1000), toy_target(), samples, _silent)
