@@ -37,6 +37,7 @@ class Recipe:
     relay_activation: str = "silu"
     relay_stale_token: bool = False  # the MLP also reads the target's own top-1 at each source row
     relay_fc_gradient: bool = False  # fc and hidden_norm learn from relayed rows, too; the method detaches them
+    relay_only: bool = False  # the relay learns alone, on relayed blocks only; the drafter stays that of init_from
     relay_without: list[str] = dataclasses.field(default_factory=list)  # ablation: boundary tokens read as zeros
     # Domino head: domino and domino-dflow
     gru_hidden_dim: int = 256
@@ -118,6 +119,10 @@ class Recipe:
             problems.append(f"source_layers names {len(source)} target layers, expected num_layers = {layers}")
         if fields.get("rounds", 1) < 1:
             problems.append(f"rounds is {fields['rounds']}, expected at least 1 (method dflash has no rounds)")
+        if fields.get("relay_only") and not (
+            fields.get("init_from") and fields.get("method") in ("dflow", "domino-dflow")
+        ):
+            problems.append("relay_only needs method dflow or domino-dflow, and init_from: the drafter that stays")
         for token in fields.get("relay_without", []):
             if token not in BOUNDARY_TOKENS:
                 problems.append(f"relay_without names {token!r}, expected {' or '.join(BOUNDARY_TOKENS)}")

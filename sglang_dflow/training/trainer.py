@@ -60,7 +60,7 @@ class StepResult(NamedTuple):
     """What one step reports."""
 
     losses: list[float]  # per round
-    tau: float  # estimate from random anchors, round 0
+    tau: float  # estimate from random anchors, round 0; with relay_only from the first relayed round
     blocks: int
 
 
@@ -147,6 +147,8 @@ class Trainer:
             new = load_partly(drafter, Drafter.load(recipe.init_from).state_dict(), recipe.init_from)
         if drafter.relay is not None and any(name.startswith("relay.") for name in new):
             self._scale_relay(drafter)
+        for name, parameter in drafter.named_parameters():
+            parameter.requires_grad_(not recipe.relay_only or name.startswith("relay."))
         return drafter
 
     def _scale_relay(self, drafter: Drafter) -> None:
@@ -192,10 +194,12 @@ class Trainer:
         """One optimiser step."""
         recipe = self.recipe
         generator = torch.Generator("cpu").manual_seed((recipe.seed << 32) + self.step * self.world + self.rank)
-        relaying = self.rollouts is not None and self.step % 2 == 1
+        relaying = self.rollouts is not None and (recipe.relay_only or self.step % 2 == 1)
         batch = self._batch(recipe.sequences, relaying)
         extra = recipe.rounds * recipe.relayed_anchors if self.rollouts is not None and not relaying else 0
-        groups = [self._masked_blocks(batch, sample_anchors(batch, recipe.anchors + extra, generator))]
+        groups = []
+        if not recipe.relay_only:
+            groups.append(self._masked_blocks(batch, sample_anchors(batch, recipe.anchors + extra, generator)))
         if relaying:
             groups += [self._round_blocks(batch, number, generator) for number in range(recipe.rounds)]
         losses, tau = self._losses(batch, groups, generator)
@@ -212,7 +216,8 @@ class Trainer:
         """The step's batch: the processes share one order and take turns."""
         pool = self.rollouts.sequences if relaying and self.rollouts is not None else range(len(self.train_set))
         lengths = [self.lengths[index] for index in pool]
-        turn = (self.step // 2 if self.rollouts is not None else self.step) * self.world + self.rank
+        by_turns = self.rollouts is not None and not self.recipe.relay_only
+        turn = (self.step // 2 if by_turns else self.step) * self.world + self.rank
         epoch, index = divmod(turn, len(epoch_batches(lengths, size, self.recipe.seed, 0)))
         chosen = epoch_batches(lengths, size, self.recipe.seed, epoch)[index]
         return collate(self.train_set, [pool[i] for i in chosen], self.recipe.block_size, self.target)
@@ -226,7 +231,7 @@ class Trainer:
             return
         gradients = []
         for name, parameter in self.drafter.named_parameters():
-            if relaying or not name.startswith("relay."):
+            if parameter.requires_grad and (relaying or not name.startswith("relay.")):
                 if parameter.grad is None:  # no relayed block in this process's batch, but one elsewhere
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
@@ -265,7 +270,7 @@ class Trainer:
     def _losses(
         self, batch: Batch, groups: list[_Blocks], generator: torch.Generator
     ) -> tuple[list[torch.Tensor], float]:
-        """Loss of every round, all rounds packed into one drafter forward on one context; tau of round 0."""
+        """Loss of every group, all packed into one drafter forward on one context; tau of the first group."""
         context = self.drafter.context(batch.captured.to(self.target.dtype))
         embeds = torch.cat([group.embeds for group in groups], dim=1)
         hidden = self.drafter(embeds, torch.cat([group.anchors for group in groups], dim=1), context)
@@ -372,7 +377,7 @@ class Trainer:
         rounds = [sum(values) / len(values) for values in by_round]
         rate = sum(result.blocks for result in window) * self.world / seconds
         tau = sum(result.tau for result in window) / len(window)
-        losses = " ".join(f"L{i} {loss:.3f}" for i, loss in enumerate(rounds))
+        losses = " ".join(f"L{i} {loss:.3f}" for i, loss in enumerate(rounds, int(self.recipe.relay_only)))
         learning_rate = self.optimizer.param_groups[0]["lr"]
         tokens = rate * (self.recipe.block_size - 1)
         self.log(

@@ -56,6 +56,27 @@ def test_resume_is_exact(tmp_path: Path, samples: list[Sample], method: str) -> 
         assert torch.equal(expected, actual), name
 
 
+def test_relay_only_moves_the_relay_and_nothing_else(tmp_path: Path, samples: list[Sample]) -> None:
+    """Catches decay or steps of frozen weights, and a relay that does not learn alone."""
+    start = Trainer(_recipe(tmp_path / "s", method="dflash"), toy_target(), samples, _silent)
+    start.drafter.save(tmp_path / "start")
+    recipe = _recipe(tmp_path / "o", method="dflow", relay_only=True, init_from=str(tmp_path / "start"), steps=20)
+    trainer = Trainer(recipe, toy_target(), samples, _silent)
+    before = {name: value.clone() for name, value in trainer.drafter.state_dict().items()}
+    trainer.refresh_rollouts()
+    results = [trainer.train_step() for _ in range(20)]
+    changed = {name for name, value in trainer.drafter.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and all(name.startswith("relay.") for name in changed)
+    first, last = (sum(sum(result.losses) for result in part) for part in (results[:5], results[-5:]))
+    assert last < first
+
+
+def test_relay_only_without_a_drafter_is_refused() -> None:
+    fields = {"target": "", "answers": [], "run_dir": "", "method": "dflow", "relay_only": True}
+    with pytest.raises(ValueError, match="relay_only needs method dflow or domino-dflow, and init_from"):
+        Recipe.from_dict(fields)
+
+
 def test_interrupted_rollouts_go_on(tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches hours of rollouts that are made again, or are taken over from a run with other settings."""
     monkeypatch.setattr("sglang_dflow.training.rollout_store.SHARD_SEQUENCES", 2)
