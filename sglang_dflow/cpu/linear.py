@@ -36,9 +36,9 @@ PACKED_FOR_ROWS = 8
 def padded_rows(count: int) -> int:
     """Return the row count, at least `count`, that the product is made with: all up to 16, then 18, 20, .., 32, 36, ..
 
-    At most an eighth more rows; the blocks of up to 16 requests of a block size of 8 stay as they are. Measured (fp32,
-    SmolLM2's shapes, 1,000 batches of 1 to 300 rows): compiled kernels take 525 MB without and 175 MB with padding,
-    of these 6 MB after the first 300 batches instead of 91.
+    At most an eighth more rows; the blocks of up to 16 requests of a block size of 8 stay as they are. Kernels of 1,000
+    batches of 1 to 300 rows take 520 MB without and 172 MB with padding, 144 and 9 of them after the first 200 batches
+    (`benchmarks/compiled_kernels.py`).
     """
     step = max(1, (1 << count.bit_length()) // 16)
     return -(-count // step) * step
