@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import shlex
 import sys
 import time
@@ -45,9 +46,11 @@ from sglang_dflow.soak.shrink import shrink
 from sglang_dflow.soak.workload import Burst, Request, from_json, make_workload, to_json
 
 # Room for one longest request, or for the prompts of a pressure burst but not for its answers; admitted as if every
-# answer ended at once, so that decoding runs out of KV and retracts. Chunks are shorter than the long prompts.
+# answer ended at once, so that decoding runs out of KV and retracts. Chunks are shorter than the long prompts. Of up to 32
+# requests at a time every draft graph is captured early; the one of 48 came after 2,700 requests and took 17 MB.
 PRESSURE_ARGS = (
     *("--max-total-tokens", "2304", "--schedule-conservativeness", "0.01"),
+    *("--max-running-requests", "32"),
     *("--page-size", "16", "--chunked-prefill-size", "256", "--enable-mixed-chunk", "--enable-metrics"),
 )
 # With these glibc gives every larger buffer back at once. By default what it keeps for later swings by 100 MB, which
@@ -57,6 +60,7 @@ REFERENCE_ARGS = ("--max-total-tokens", "24576")
 _REFERENCE_CONCURRENCY = 24
 _SHRINK_TRIES = 60
 _SWITCH_AFTER_S = 0.7
+_LOOKS, _BETWEEN_LOOKS_S = 4, 0.2
 MAX_SLOPE_MB = 1.0
 SETTLED_REQUESTS = 2000
 """A soak of so many requests or more fails if its server grows by more MB per 1,000; shorter ones are all warm-up."""
@@ -171,8 +175,8 @@ def run_bursts(
 def _run_burst(server: Server, burst: Burst, expected: Expected, outcome: Outcome, *, timeout_s: float) -> None:
     if burst.flush:
         requests.post(f"{server.url}/flush_cache", params={"timeout": 20}, timeout=60).raise_for_status()
-    with ThreadPoolExecutor(max_workers=1) as operator:
-        switched = operator.submit(_switch_relay, server.url, burst.relay)
+    with ThreadPoolExecutor(max_workers=1) as switcher:
+        switched = switcher.submit(_switch_relay, server.url, burst.relay)
         pairs = list(zip(burst.requests, send_burst(server.url, burst, timeout_s=timeout_s)))
         switched.result()
     outcome.answers += pairs
@@ -190,16 +194,22 @@ def _switch_relay(url: str, enabled: bool | None) -> None:
 def _record_memory(outcome: Outcome, pid: int) -> None:
     """Resident memory of all processes of the server, and of each what is not backed by a file.
 
-    Pages of libraries come and go with what else the machine runs; a leak is in the others.
+    Pages of libraries come and go with what else the machine runs; a leak is in the others. The lowest of a few looks
+    counts: right behind a burst the server may still be busy with aborted requests.
     """
-    answered, tree = len(outcome.answers), psutil.Process(pid)
-    total = 0.0
-    for process in (tree, *tree.children(recursive=True)):
-        used = process.memory_info()
-        total += used.rss / 1e6
-        name = f"{process.name()} {process.pid}"
-        outcome.anonymous.setdefault(name, []).append((answered, (used.rss - used.shared) / 1e6))
+    answered = len(outcome.answers)
+    total, by_process = min((_look(pid) for _ in range(_LOOKS)), key=operator.itemgetter(0))
     outcome.memory.append((answered, total))
+    for name, anonymous in by_process.items():
+        outcome.anonymous.setdefault(name, []).append((answered, anonymous))
+
+
+def _look(pid: int) -> tuple[float, dict[str, float]]:
+    time.sleep(_BETWEEN_LOOKS_S)
+    tree = psutil.Process(pid)
+    used = {f"{one.name()} {one.pid}": one.memory_info() for one in (tree, *tree.children(recursive=True))}
+    anonymous = {name: (info.rss - info.shared) / 1e6 for name, info in used.items()}
+    return sum(info.rss for info in used.values()) / 1e6, anonymous
 
 
 def _shrunk(server: Server, bursts: Sequence[Burst], expected: Expected, *, timeout_s: float) -> list[Burst]:
