@@ -46,8 +46,8 @@ from sglang_dflow.soak.shrink import shrink
 from sglang_dflow.soak.workload import Burst, Request, from_json, make_workload, to_json
 
 # Room for one longest request, or for the prompts of a pressure burst but not for its answers; admitted as if every
-# answer ended at once, so that decoding runs out of KV and retracts. Chunks are shorter than the long prompts. Of up to 32
-# requests at a time every draft graph is captured early; the one of 48 came after 2,700 requests and took 17 MB.
+# answer ended at once, so that decoding runs out of KV and retracts. Chunks are shorter than the long prompts. Of up to
+# 32 requests at a time every draft graph is captured early; the one of 48 came after 2,700 requests and took 17 MB.
 PRESSURE_ARGS = (
     *("--max-total-tokens", "2304", "--schedule-conservativeness", "0.01"),
     *("--max-running-requests", "32"),
