@@ -29,12 +29,18 @@ class _Place(NamedTuple):
     end: int
 
 
-def finished_sequences(folder: Path, rank: int, made_with: dict[str, str]) -> list[int]:
-    """Sequences that an interrupted refresh left, in their order; shards that were made with something else go."""
+def finished_sequences(folder: Path, rank: int, world: int, made_with: dict[str, str]) -> list[int]:
+    """Sequences that an interrupted refresh left to this process, in their order.
+
+    Shards that were made with something else are removed: each of ``world`` processes sees to
+    its own and to those of processes that there are no more.
+    """
     from safetensors import safe_open
 
     found: list[int] = []
-    for path in _shards(folder, rank):
+    for path in sorted(folder.glob("*.safetensors")):
+        if int(path.name.partition("-")[0]) % world != rank:
+            continue
         with safe_open(path, framework="pt") as handle:
             if handle.metadata() == made_with:
                 found += handle.get_tensor("sequences").tolist()
@@ -48,14 +54,10 @@ def write_rollouts(
 ) -> None:
     """Write (sequence index, its rounds) as shards of ``SHARD_SEQUENCES`` sequences, behind those that are there."""
     folder.mkdir(parents=True, exist_ok=True)
-    shard = len(_shards(folder, rank))
+    shard = len(list(folder.glob(f"{rank}-*.safetensors")))
     while items := list(itertools.islice(rollouts, SHARD_SEQUENCES)):
         _write_shard(folder / f"{rank}-{shard:05d}.safetensors", items, rounds, made_with)
         shard += 1
-
-
-def _shards(folder: Path, rank: int) -> list[Path]:
-    return sorted(folder.glob(f"{rank}-*.safetensors"))
 
 
 def _write_shard(

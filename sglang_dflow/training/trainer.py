@@ -308,11 +308,11 @@ class Trainer:
     def refresh_rollouts(self) -> None:
         """Make rollouts of a random subset of the training set with the drafter as it is, or go on making them."""
         recipe, folder = self.recipe, self.run_dir / "rollouts" / str(self.step)
-        made_with = {"recipe": json.dumps(asdict(recipe), sort_keys=True)}
+        made_with = {"recipe": json.dumps(asdict(recipe), sort_keys=True), "processes": str(self.world)}
         seed = (recipe.seed << 32) + 7919 * (self.step + 1)
         order = torch.randperm(len(self.train_set), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         own = order[: recipe.rollout_sequences].tolist()[self.rank :: self.world]
-        if done := finished_sequences(folder, self.rank, made_with):
+        if done := finished_sequences(folder, self.rank, self.world, made_with):
             own = own[own.index(done[-1]) + 1 :]
             self.log(f"rollout: goes on behind {len(done)} sequences of an interrupted run")
         block_bytes = recipe.block_size * self.target.shape.hidden_size * len(recipe.target_layer_ids) * 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sglang_dflow.training.dataset import Sample, epoch_batches, split_held_out
 from sglang_dflow.training.recipe import METHODS, Recipe
@@ -86,6 +87,8 @@ def test_interrupted_rollouts_go_on(tmp_path: Path, samples: list[Sample], monke
     assert whole.rollouts is not None and len(whole.rollouts.sequences) > 2
     expected = {sequence: whole.rollouts.get(sequence, 0) for sequence in whole.rollouts.sequences}
     first, *lost = sorted(whole.rollouts.folder.glob("*.safetensors"))
+    of_two_processes = first.with_name("1-00000.safetensors")
+    save_file({"sequences": torch.tensor([0])}, of_two_processes, metadata={"processes": "2"})
     for path in lost:
         path.unlink()
     kept = first.stat()
@@ -93,7 +96,7 @@ def test_interrupted_rollouts_go_on(tmp_path: Path, samples: list[Sample], monke
     again = Trainer(recipe, toy_target(), samples, lines.append)
     again.refresh_rollouts()
     assert "rollout: goes on behind 2 sequences of an interrupted run" in lines
-    assert first.stat().st_mtime_ns == kept.st_mtime_ns
+    assert first.stat().st_mtime_ns == kept.st_mtime_ns and not of_two_processes.exists()
     assert again.rollouts is not None and again.rollouts.sequences == whole.rollouts.sequences
     for sequence, relayed in expected.items():
         for one, other in zip(relayed, again.rollouts.get(sequence, 0), strict=True):
