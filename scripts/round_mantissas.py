@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("dst", type=Path)
     parser.add_argument("--bits", type=int, choices=range(1, STORED_BITS + 1), required=True)
     args = parser.parse_args()
+    if (args.src / "model.safetensors.index.json").exists():
+        parser.error(f"{args.src} has its weights in several files; expected one, without a rescorer: round first.")
     tensors = load_file(args.src / "model.safetensors")
     wrong = sorted(name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16)
     if wrong:

@@ -1,7 +1,7 @@
 """The files of a checkpoint: where they are, its config.json, its safetensors, their headers.
 
-Owns nothing but reading: a directory or a hub id in, paths and shapes out. Weights stay on the disk; only the headers
-of the safetensors are read, of one file or of all shards.
+Owns nothing but reading: a directory or a hub id in, paths and shapes out, of one file or of all shards. Only
+`read_tensors` reads weights; the others keep to the headers of the safetensors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -102,6 +105,13 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} holds neither {WEIGHTS} nor {INDEX}; expected the drafter's weights as safetensors. "
         "Remedy: save the drafter with `save_pretrained(.., safe_serialization=True)`."
     )
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of the checkpoint by name, from one file or from all shards."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in weight_files(directory) for name, tensor in load_file(file).items()}
 
 
 def tensor_headers(directory: Path) -> dict[str, TensorHeader]:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare-data": ("sglang_dflow.training.data", "prompts -> the target's own answers"),
     "acceptance": ("sglang_dflow.training.evaluate", "tau of a drafter per prompt set, relay on and off"),
     "bench": ("sglang_dflow.bench.command", "concurrency sweep, cost of a round, one report"),
+    "rescore": ("sglang_dflow.training.rescore", "fit a rescorer to a drafter: it takes the target's stale tokens"),
     "train": ("sglang_dflow.training.trainer", "train a drafter from a recipe"),
 }
 """Subcommand -> (module with `main(argv) -> int | None`, one line of help)."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
-from sglang_dflow.relay.modulation import ACTIVATIONS
+from sglang_dflow.relay.modulation import ACTIVATIONS, RelayModulation
+from sglang_dflow.relay.rescore import RelayRescorer
 
 DFLOW_ARCHITECTURES: dict[str, str] = {
     "DFlashDraftModel": "DFlowDraftModel",
@@ -21,10 +22,10 @@ DFLOW_ARCHITECTURES: dict[str, str] = {
 }
 """Architecture of a DFlash-family checkpoint -> architecture of the same drafter with a relay."""
 
-RELAY_PREFIXES = ("relay_norm.", "relay_mlp.")
+RELAY_PREFIXES = ("relay_norm.", "relay_mlp.", "relay_rescore.")
 
 _REQUIRED = ("relay_source", "relay_hidden_size", "relay_activation")
-_OPTIONAL = ("relay_norm_eps", "relay_stale_token")
+_OPTIONAL = ("relay_norm_eps", "relay_stale_token", "relay_rescore_size")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class DFlowConfig:
         relay_activation: its activation, a key of `relay.modulation.ACTIVATIONS`.
         relay_norm_eps: epsilon of the relay's LayerNorm; the drafter's `rms_norm_eps` by default.
         relay_stale_token: True if the MLP also reads the embedding of the target's own top-1 at each source row.
+        relay_rescore_size: width of the rescorer (`relay/rescore.py`); 0 without one.
     """
 
     hidden_size: int
@@ -50,6 +52,7 @@ class DFlowConfig:
     relay_activation: str
     relay_norm_eps: float
     relay_stale_token: bool = False
+    relay_rescore_size: int = 0
 
     @property
     def rule(self) -> RelayRule:
@@ -59,6 +62,8 @@ class DFlowConfig:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the relay's tensors, as the checkpoint must hold them."""
         h, w = self.hidden_size, self.relay_hidden_size
+        rescorer = self.make_rescorer("meta")
+        rescore = {} if rescorer is None else {n: tuple(t.shape) for n, t in rescorer.state_dict().items()}
         return {
             "relay_norm.weight": (h,),
             "relay_norm.bias": (h,),
@@ -66,7 +71,25 @@ class DFlowConfig:
             "relay_mlp.0.bias": (w,),
             "relay_mlp.2.weight": (2 * h, w),
             "relay_mlp.2.bias": (2 * h,),
+            **{f"relay_rescore.{name}": shape for name, shape in rescore.items()},
         }
+
+    def make_relay(self) -> RelayModulation:
+        """Return this checkpoint's relay, not loaded yet."""
+        return RelayModulation(
+            self.hidden_size,
+            self.relay_hidden_size,
+            activation=self.relay_activation,
+            norm_eps=self.relay_norm_eps,
+            stale_token=self.relay_stale_token,
+            rescorer=self.make_rescorer(),
+        )
+
+    def make_rescorer(self, device: str | None = None) -> RelayRescorer | None:
+        """Return this checkpoint's rescorer, not loaded yet; None without one."""
+        if not self.relay_rescore_size:
+            return None
+        return RelayRescorer(self.block_size, self.relay_rescore_size, device)
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any], *, where: str = "drafter") -> DFlowConfig:
@@ -91,6 +114,7 @@ class DFlowConfig:
             relay_activation=dflow["relay_activation"],
             relay_norm_eps=float(dflow.get("relay_norm_eps", config.get("rms_norm_eps", 1e-6))),
             relay_stale_token=dflow.get("relay_stale_token", False),
+            relay_rescore_size=int(dflow.get("relay_rescore_size", 0)),
         )
 
 
@@ -126,7 +150,7 @@ def checkpoint_problems(config: Mapping[str, Any]) -> list[str]:
             f"architectures is {architectures}, expected one of {sorted(DFLOW_ARCHITECTURES.values())}. "
             "Make the checkpoint with `sglang-dflow convert` or `sglang-dflow train`"
         )
-    problems += _relay_field_problems(config["dflow_config"])
+    problems += _relay_field_problems(config["dflow_config"]) + _rescore_problems(config)
     problems += _dflash_field_problems(config)
     return problems
 
@@ -161,6 +185,28 @@ def _relay_field_problems(dflow: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"dflow_config.relay_activation is {dflow['relay_activation']!r}, expected one of {sorted(ACTIVATIONS)}"
         )
+    return problems
+
+
+def _rescore_problems(config: Mapping[str, Any]) -> list[str]:
+    dflow = config["dflow_config"]
+    size = dflow.get("relay_rescore_size", 0)
+    if size == 0 and not isinstance(size, bool):
+        return []
+    if not _is_count(size):
+        return [f"dflow_config.relay_rescore_size is {size!r}, expected a positive integer, or 0 for no rescorer"]
+    problems = []
+    if dflow.get("relay_stale_token") is not True:
+        problems.append(
+            "dflow_config.relay_rescore_size is set without relay_stale_token: a rescorer compares drafts with stale "
+            "tokens. Use a drafter with relay_stale_token true"
+        )
+    for name, head in (("projector_type", "a Domino"), ("selector_rank", "a DFlash2")):
+        if _dflash_field(config, name):
+            problems.append(
+                f"dflow_config.relay_rescore_size is set for {head} drafter, whose head chooses its drafts one by one; "
+                "a rescorer was trained for the plain head. Set it to 0"
+            )
     return problems
 
 

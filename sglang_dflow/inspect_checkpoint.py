@@ -238,8 +238,9 @@ def describe(found: Inspection) -> str:
     if found.relay is not None:
         rows["relay"] = ", ".join(f"{name.removeprefix('relay_')} {value}" for name, value in found.relay.items()
                                   if not name.startswith("last_layer"))  # fmt: skip
+        rescored = bool(found.relay.get("relay_rescore_size"))
         rows["relay, last layer"] = {
-            "zero": "zero: relays nothing, decodes exactly like DFLASH",
+            "zero": "zero: relays nothing" + ("" if rescored else ", decodes exactly like DFLASH"),
             "trained": f"trained (root mean square {found.relay['last_layer_rms'] or 0:.2e})",
             "missing": "missing",
         }[found.relay["last_layer"]]

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_dflow.relay.rescore import RelayRescorer
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
@@ -45,6 +47,7 @@ class RelayModulation(nn.Module):
         activation: str = "silu",
         norm_eps: float = 1e-6,
         stale_token: bool = False,
+        rescorer: RelayRescorer | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -60,6 +63,7 @@ class RelayModulation(nn.Module):
             ACTIVATIONS[activation](),
             nn.Linear(relay_hidden_size, 2 * hidden_size),
         )
+        self.relay_rescore = rescorer  # not part of the modulation; here because it belongs to the same checkpoint
         self.linear: Linear = F.linear  # a platform may put its own matrix product here
         self.zero_init()
 

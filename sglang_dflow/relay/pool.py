@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflow.relay.alignment import RelayRows, RelayRule, relay_rows
+from sglang_dflow.relay.rescore import NONE, Evidence
 
 EMPTY = -1
 """`next_prefix_len` of a row that holds nothing."""
@@ -189,12 +190,33 @@ class RelayPool:
         req_pool_indices: torch.Tensor,  # int64 [bs]; 0 in padded rows
         rows: DraftRows,
     ) -> None:
-        """Leave what a draft relayed for `last_rounds`. Part of the draft's graph."""
+        """Leave what a draft relayed for `evidence` and `last_rounds`. Part of the draft's graph."""
         self.rounds[:, :3].index_copy_(0, req_pool_indices, torch.stack(rows, dim=1))
 
     def last_rounds(self, req_pool_indices: torch.Tensor) -> torch.Tensor:  # int64 [bs]
         """Return these requests' last round, a copy: int64 [bs, 4], `DraftRows` by column, then the round's `a`."""
         return self.rounds[req_pool_indices]
+
+    def evidence(
+        self,
+        req_pool_indices: torch.Tensor,  # int64 [bs]; 0 in padded rows
+        drafted: torch.Tensor,  # int64 [1, R] drafted rows of a block: 1 .. B - 1
+    ) -> Evidence:
+        """Return what these requests' drafts, just made, may be rescored with.
+
+        A draft that no stored round ends at, by what it noted itself, has no stale token, as with the relay off.
+        """
+        assert self.stale is not None
+        accept_len = self.rounds[req_pool_indices, DraftRows._fields.index("accept_len"), None]  # [bs, 1]
+        rows = relay_rows(
+            drafted, accept_len.clamp_max(0), accept_len, block_size=self.block_size, rule=self.rule
+        )  # [bs, R] each; rows are counted from the draft's first position, where the stored round ends
+        stale = self.stale[req_pool_indices.unsqueeze(1), rows.source]  # [bs, R]
+        return Evidence(
+            stale=torch.where(rows.mask & self.enabled, stale, NONE),
+            bonus=self.bonus[req_pool_indices],
+            rejected=self.rejected[req_pool_indices],
+        )
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]
         """Empty the rows of these requests: they prefilled, so what the rows hold is not theirs or not current."""

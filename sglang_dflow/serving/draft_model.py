@@ -19,7 +19,6 @@ from sglang.srt.models.dflash import DFlash2DraftModel, DFlashDraftModel
 
 from sglang_dflow.config import RELAY_PREFIXES, DFlowConfig, raise_problems, tensor_problems
 from sglang_dflow.relay.draft_input import EmbedTokens, relayed_input
-from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool
 
 
@@ -31,16 +30,11 @@ class RelayMixin:
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config=quant_config, prefix=prefix)  # type: ignore[call-arg]
         self.dflow_config = DFlowConfig.from_checkpoint(config.to_dict())
-        self.relay = RelayModulation(
-            self.dflow_config.hidden_size,
-            self.dflow_config.relay_hidden_size,
-            activation=self.dflow_config.relay_activation,
-            norm_eps=self.dflow_config.relay_norm_eps,
-            stale_token=self.dflow_config.relay_stale_token,
-        )
+        self.relay = self.dflow_config.make_relay()
         self._pool: RelayPool | None = None
         self._embed_tokens: EmbedTokens | None = None
         self._projected: torch.Tensor | None = None
+        self._slots: torch.Tensor | None = None
         self._relay_loaded = False
 
     def attach_relay(self, pool: RelayPool, embed_tokens: EmbedTokens) -> None:
@@ -55,6 +49,11 @@ class RelayMixin:
             check_supported(pool, self.relay)
         self._pool = pool
         self._embed_tokens = embed_tokens
+
+    def drafting_slots(self) -> torch.Tensor:
+        """Request slots of the last draft forward, int64 [bs]: while a graph is captured, the graph's own buffer."""
+        assert self._slots is not None
+        return self._slots
 
     def take_projected(self) -> torch.Tensor | None:
         """Hand over the result of the last `project_target_hidden`, [N, H], once; None if there was none since."""
@@ -88,6 +87,7 @@ class RelayMixin:
     ) -> torch.Tensor:
         pool, embed_tokens = self._pool, self._embed_tokens
         assert pool is not None and embed_tokens is not None
+        self._slots = req_pool_indices
         shape = (req_pool_indices.shape[0], pool.block_size)
         blocks = input_embeds.view(*shape, -1)  # [bs, B, H]
         blocks = relayed_input(pool, self.relay, embed_tokens, req_pool_indices, positions.view(shape), blocks)

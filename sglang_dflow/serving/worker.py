@@ -3,7 +3,8 @@
 Control flow only. A decode round of `DFlashWorkerV2.forward_batch_generation` (0.5.23) calls, in this order, the
 draft forward (which reads the pool: `draft_model.py`), `_accept_block` (which knows the drafted and the committed
 tokens) and `_append_target_hidden_to_draft_kv_by_loc` (which has just projected the captured states of all rows,
-rejected ones included). The last two are overridden to write the pool; nothing else of the round is touched.
+rejected ones included). The last two are overridden to write the pool; a drafter with a rescorer has it behind the
+host's head, folded into the draft's graph or eager. Nothing else of the round is touched.
 
 Invariants kept here: I3 verification never sees the relay. I4 prefill, hand-over from a prefill server, flush and
 weight update empty the pool's rows. I5 with the relay switched off at start, no pool exists and this class is the
@@ -24,11 +25,13 @@ from sglang.srt.speculative.dflash_worker_v2 import (
     _is_all_greedy,
     _resolve_dflash_embedding_module,
 )
+from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from sglang_dflow.relay.draft_input import EmbedTokens, TokenTable
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
 from sglang_dflow.serving.draft_model import RelayMixin
 from sglang_dflow.serving.metrics import RelayMetrics, RoundOutput
+from sglang_dflow.serving.rescore import HeadRows, RescoringSampler, ServedRescorer
 from sglang_dflow.serving.settings import RelaySettings
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ class DFlowWorker(DFlashWorkerV2):
         self._metrics: RelayMetrics | None = None
         self._req_pool_indices: torch.Tensor | None = None
         self._accepted: _Accepted | None = None
+        self._rescore: ServedRescorer | None = None
         self._forget_relayed = False
         super().__init__(*args, **kwargs)
         self.relay_settings = RelaySettings.from_env()
@@ -101,6 +105,7 @@ class DFlowWorker(DFlashWorkerV2):
         super().alloc_memory_pool(memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs)
         if self._pool is not None:
             self._check_rows(int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
+            self._rescore = self._make_rescorer(self._pool)
             self.model_runner.spec_algorithm.on_hand_over = self._pool.invalidate
             self._metrics = RelayMetrics.of_this_scheduler(int(self.block_size), self.draft_model.dflow_config.rule)
         self._log_relay()
@@ -128,6 +133,29 @@ class DFlowWorker(DFlashWorkerV2):
         )
         draft_model.attach_relay(self._pool, self._embed_tokens())
 
+    def _make_rescorer(self, pool: RelayPool) -> ServedRescorer | None:
+        rescorer = self.draft_model.relay.relay_rescore
+        if rescorer is None:
+            return None
+        lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
+        with draft_tp_context(self.draft_parallel_layout):  # the ranks that draft together, as for the host's head
+            return ServedRescorer(rescorer, pool, HeadRows(lm_head, get_parallel().tp_group))
+
+    def _maybe_build_draft_sampler(self) -> Any:
+        """The host's head for the draft's graph, with the rescorer behind it where the drafter has one."""
+        sampler = super()._maybe_build_draft_sampler()
+        if sampler is None or self._rescore is None:
+            return sampler
+        return RescoringSampler(sampler, self._rescore, self.draft_model.drafting_slots)
+
+    def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The host's eager head, with the rescorer behind it. `hidden_states`: [bs * (B - 1), H]."""
+        drafts = super()._greedy_sample_from_vocab_parallel_head(hidden_states=hidden_states, **kwargs)
+        if self._rescore is None:
+            return drafts
+        assert self._req_pool_indices is not None
+        return self._rescore(self._req_pool_indices, hidden_states, drafts)
+
     def _embed_tokens(self) -> EmbedTokens:
         """The embedding that the drafter's own rows come from, chosen and scaled as the host's round does it."""
         target_model = self.target_worker.model_runner.model
@@ -150,12 +178,14 @@ class DFlowWorker(DFlashWorkerV2):
         pool = self._pool
         logger.info(
             "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d relay_stale_token=%s "
+            "relay_rescore_size=%d "
             "pool=%d rows x %d bytes (%s) = %.2f MB, taken before the KV cache was sized",
             type(self.draft_model).__name__,
             int(self.block_size),
             dflow.relay_source.value,
             dflow.relay_hidden_size,
             dflow.relay_stale_token,
+            dflow.relay_rescore_size,
             pool.hidden.shape[0],
             sum(pool.row_nbytes.values()),
             ", ".join(f"{name} {size}" for name, size in pool.row_nbytes.items() if size),
@@ -282,6 +312,7 @@ class DFlowWorker(DFlashWorkerV2):
             "relay_source": self.draft_model.dflow_config.relay_source.value,
             "relay_hidden_size": self.draft_model.dflow_config.relay_hidden_size,
             "relay_stale_token": self.draft_model.dflow_config.relay_stale_token,
+            "relay_rescore_size": self.draft_model.dflow_config.relay_rescore_size,
             "pool_bytes": self._pool.nbytes,
             **self._metrics.total.as_dict(),
         }

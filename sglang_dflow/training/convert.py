@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 
-from sglang_dflow.checkpoint_files import INDEX, WEIGHTS, locate, read_config, weight_files
+from sglang_dflow.checkpoint_files import INDEX, WEIGHTS, locate, read_config, tensor_headers, weight_files
 from sglang_dflow.config import DFLOW_ARCHITECTURES, RELAY_PREFIXES, DFlowConfig, checkpoint_problems, raise_problems
-from sglang_dflow.relay.modulation import RelayModulation
+from sglang_dflow.relay.rescore import RelayRescorer
+
+RESCORE_PREFIX = "relay_rescore."
+RESCORE_WEIGHTS = "relay_rescore.safetensors"
 
 
 def convert_dflash_to_dflow(
@@ -78,17 +81,42 @@ def strip_relay(src: str | Path, dst: str | Path) -> Path:
     return _write(src, dst, stripped, edit)
 
 
+def attach_rescorer(src: str | Path, dst: str | Path, rescorer: RelayRescorer) -> Path:
+    """Write ``dst``: the DFlow drafter of ``src`` with this rescorer, in a file of its own beside the other weights."""
+    from safetensors.torch import save_file
+
+    src, dst = locate(src), Path(dst)
+    config, files, headers = read_config(src), weight_files(src), tensor_headers(src)
+    config["dflow_config"] = config["dflow_config"] | {"relay_rescore_size": rescorer.size}
+    raise_problems(checkpoint_problems(config), where=f"a rescorer for {src}")
+    is_old = {name: name.removeprefix("model.").startswith(RESCORE_PREFIX) for name in headers}
+    names = {name: headers[name].file.name for name, old in is_old.items() if not old}  # tensor -> file
+    if {headers[name].file.name for name, old in is_old.items() if old} & set(names.values()):
+        raise ValueError(
+            f"{src} holds a rescorer among its other tensors; expected it in a file of its own. Remedy: begin with the "
+            "drafter that has none."
+        )
+    make_empty(dst)
+    for path in files:
+        if path.name in names.values():
+            shutil.copy2(path, dst / path.name)
+    _copy_others(src, dst, files)
+    tensors = {f"{RESCORE_PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in rescorer.state_dict().items()}
+    save_file(tensors, dst / RESCORE_WEIGHTS, metadata={"format": "pt"})
+    (dst / RESCORE_WEIGHTS).chmod(0o644)
+    names |= dict.fromkeys(tensors, RESCORE_WEIGHTS)
+    size = sum((dst / name).stat().st_size for name in set(names.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+    (dst / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return dst
+
+
 def relay_tensors(config: DFlowConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """A fresh relay's tensors: first layer random, last layer zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        relay = RelayModulation(
-            config.hidden_size,
-            config.relay_hidden_size,
-            activation=config.relay_activation,
-            norm_eps=config.relay_norm_eps,
-            stale_token=config.relay_stale_token,
-        )
+        relay = config.make_relay()
     return {name: tensor.to(dtype).contiguous() for name, tensor in relay.state_dict().items()}
 
 
@@ -120,8 +148,6 @@ def _write(
     from safetensors.torch import save_file
 
     files = weight_files(src)
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise ValueError(f"{dst} exists and is not an empty directory; choose another destination.")
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -129,14 +155,29 @@ def _write(
             metadata |= handle.metadata() or {}
             tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
     edited = edit(tensors)
-    dst.mkdir(parents=True, exist_ok=True)
-    for path in src.iterdir():
-        if path.is_file() and path not in files and path.name not in (INDEX, "config.json", "README.md"):
-            shutil.copy2(path, dst / path.name)
+    make_empty(dst)
+    _copy_others(src, dst, files)
     save_file(edited, dst / WEIGHTS, metadata=metadata or None)
     (dst / WEIGHTS).chmod(0o644)
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return dst
+
+
+def make_empty(dst: Path) -> None:
+    """Make a directory to write a checkpoint into.
+
+    Raises:
+        ValueError: it exists and holds something, or is no directory.
+    """
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise ValueError(f"{dst} exists and is not an empty directory; choose another destination.")
+    dst.mkdir(parents=True, exist_ok=True)
+
+
+def _copy_others(src: Path, dst: Path, weights: list[Path]) -> None:
+    for path in src.iterdir():
+        if path.is_file() and path not in weights and path.name not in (INDEX, "config.json", "README.md"):
+            shutil.copy2(path, dst / path.name)
 
 
 def main(argv: list[str] | None = None) -> int:

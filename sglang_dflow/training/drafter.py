@@ -27,8 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sglang_dflow.checkpoint_files import read_tensors
 from sglang_dflow.config import RELAY_PREFIXES
 from sglang_dflow.relay.modulation import RelayModulation
+from sglang_dflow.relay.rescore import RelayRescorer
 from sglang_dflow.training.domino import DOMINO_PREFIXES, PURE_DRAFT_PREFIX_LEN, DominoHead
 from sglang_dflow.training.target import Target, apply_rope, rope_table
 
@@ -55,6 +57,7 @@ class DrafterConfig:
     relay_hidden_size: int = 0  # 0: a plain DFlash drafter
     relay_activation: str = "silu"
     relay_stale_token: bool = False
+    relay_rescore_size: int = 0  # 0: no rescorer
     projector_type: str | None = None  # "domino": a Domino head, with the three fields below
     gru_hidden_dim: int = 0
     emb_dim: int = 0
@@ -72,6 +75,11 @@ class DrafterConfig:
         if self.is_domino and min(sizes) < 1:
             raise ValueError(
                 f"a Domino drafter has gru_hidden_dim {sizes[0]} and emb_dim {sizes[1]}, expected two positive sizes."
+            )
+        if self.relay_rescore_size and (self.is_domino or not self.relay_stale_token):
+            raise ValueError(
+                f"relay_rescore_size is {self.relay_rescore_size} with projector_type {self.projector_type!r} and "
+                f"relay_stale_token {self.relay_stale_token}; a rescorer needs the plain head and the stale token."
             )
         if not self.is_domino and (any(sizes) or self.shift_label):
             raise ValueError(
@@ -133,6 +141,8 @@ class DrafterConfig:
             }
             if self.relay_stale_token:
                 config["dflow_config"]["relay_stale_token"] = True
+            if self.relay_rescore_size:
+                config["dflow_config"]["relay_rescore_size"] = self.relay_rescore_size
         return config | {
             "dtype": dtype,
             "head_dim": self.head_dim,
@@ -321,6 +331,7 @@ class Drafter(nn.Module):
                 activation=config.relay_activation,
                 norm_eps=config.rms_norm_eps,
                 stale_token=config.relay_stale_token,
+                rescorer=RelayRescorer(config.block_size, size) if (size := config.relay_rescore_size) else None,
             )
         self.domino: DominoHead | None = None
         if config.is_domino:
@@ -336,6 +347,11 @@ class Drafter(nn.Module):
         )
         self.register_buffer("cos", cos, persistent=False)  # [positions, D]
         self.register_buffer("sin", sin, persistent=False)
+
+    @property
+    def rescorer(self) -> RelayRescorer | None:
+        """What looks at the drafts again, if the drafter has one."""
+        return None if self.relay is None else self.relay.relay_rescore
 
     def project(self, captured: torch.Tensor) -> torch.Tensor:
         """``h = hidden_norm(fc(captured))``: [.., m * H] -> [.., H]; the host's ``project_target_hidden``."""
@@ -376,7 +392,8 @@ class Drafter(nn.Module):
         state = {
             name.removeprefix("relay.").removeprefix("domino."): tensor for name, tensor in self.state_dict().items()
         }
-        return {name: tensor.detach().to(dtype).contiguous().clone() for name, tensor in state.items()}
+        dtypes = {name: tensor.dtype if name.startswith("relay_rescore.") else dtype for name, tensor in state.items()}
+        return {name: tensor.detach().to(dtypes[name]).contiguous().clone() for name, tensor in state.items()}
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write config.json and model.safetensors as the host loads them."""
@@ -394,15 +411,14 @@ class Drafter(nn.Module):
     @classmethod
     def load(cls, directory: str | Path) -> Drafter:
         """Read a checkpoint directory into float32 master weights."""
-        from safetensors.torch import load_file
-
         directory = Path(directory)
         drafter = cls(DrafterConfig.from_json(json.loads((directory / "config.json").read_text())))
-        tensors = load_file(directory / "model.safetensors")
+        tensors = read_tensors(directory)
         prefixes = dict.fromkeys(RELAY_PREFIXES, "relay.") | dict.fromkeys(DOMINO_PREFIXES, "domino.")
         state = {
             next((owner for prefix, owner in prefixes.items() if name.startswith(prefix)), "") + name: tensor.float()
             for name, tensor in tensors.items()
+            if drafter.rescorer is not None or not name.startswith("relay_rescore.")  # switched off by its size, 0
         }
         drafter.load_state_dict(state)
         return drafter

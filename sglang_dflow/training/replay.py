@@ -15,7 +15,7 @@ relay on and off, is measured on the same text. (It must be drawn from all of ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,16 @@ from sglang_dflow.relay.alignment import RelayRule, RelaySource, relay_rows
 from sglang_dflow.training.acceptance import Acceptance, Outcome
 from sglang_dflow.training.dataset import Batch, Sample, collate
 from sglang_dflow.training.drafter import Drafter
-from sglang_dflow.training.rollout import PackedStates, Relayed, accepted, greedy_tokens, propose, relay_embeds
+from sglang_dflow.training.rollout import (
+    PackedStates,
+    Relayed,
+    SecondLook,
+    accepted,
+    draft_tokens,
+    greedy_tokens,
+    relay_embeds,
+    second_look,
+)
 from sglang_dflow.training.target import Attend, Target, TargetShape
 
 # Dimensions: S conversations, S' of them still running, T context rows, B block size, m captured layers.
@@ -38,8 +47,11 @@ def replay(
     samples: Sequence[Sample],
     relay: bool = False,
     batch_size: int = 32,
+    observe: Observe | None = None,
 ) -> Acceptance:
     """Replay speculation over the samples' answers, all conversations of a batch in lockstep.
+
+    ``observe`` is told of every round what the drafter's rescorer sees.
 
     The first answer token is the first anchor: it comes from the prefill and counts for no verification. An answer of
     one token has no round.
@@ -56,7 +68,7 @@ def replay(
     counts = _Counts([], [[0] * drafter.config.block_size for _ in samples], [0] * len(samples))
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))  # similar lengths together
     for start in range(0, len(order), batch_size):
-        _replay_batch(drafter, target, samples, order[start : start + batch_size], relay, counts)
+        _replay_batch(drafter, target, samples, order[start : start + batch_size], relay, counts, observe)
     outcomes = [
         Outcome(sample.id, tokens, sum(histogram), tuple(histogram))
         for sample, tokens, histogram in zip(samples, counts.tokens, counts.histograms)
@@ -71,6 +83,10 @@ def replay(
     )
 
 
+Observe = Callable[[torch.Tensor, SecondLook, torch.Tensor, torch.Tensor], None]
+"""Numbers [S'] of the samples, what the rescorer sees, labels [S', B], and which of them exist [S', B]."""
+
+
 class _Counts(NamedTuple):
     """What the rounds add up to; lists over all samples, filled in place."""
 
@@ -80,7 +96,13 @@ class _Counts(NamedTuple):
 
 
 def _replay_batch(
-    drafter: Drafter, target: Target, samples: Sequence[Sample], indices: list[int], relay: bool, counts: _Counts
+    drafter: Drafter,
+    target: Target,
+    samples: Sequence[Sample],
+    indices: list[int],
+    relay: bool,
+    counts: _Counts,
+    observe: Observe | None,
 ) -> None:
     block = drafter.config.block_size
     batch = collate(samples, indices, block, target)
@@ -95,17 +117,24 @@ def _replay_batch(
         at = anchors[rows]
         anchor_ids = batch.tokens[rows, at]
         embeds = drafter.plain_embeds(target, anchor_ids[:, None], target.dtype)  # [S', 1, B, H]
+        relayed = None
         if carry is not None:
             relayed = carry.relayed(rows, at, anchor_ids)
             counts.relayed.extend(relayed.mask.sum((1, 2)).tolist())
             embeds = relay_embeds(drafter, target, embeds, relayed)
         if len(rows) != len(part.kv[0].key):  # conversations only ever leave: same number, same rows
             part = context._replace(kv=[type(kv)(kv.key[rows], kv.value[rows]) for kv in context.kv])
-        drafts = propose(drafter, target, embeds, at[:, None], part, anchor_ids[:, None])[:, 0]  # [S', B - 1]
-        blocks = torch.cat([anchor_ids[:, None], drafts], dim=1)  # [S', B]
         positions = at[:, None] + torch.arange(block)
         valid = positions < batch.lengths[rows, None]
         labels = batch.tokens[rows].gather(1, positions.clamp_max(batch.tokens.shape[1] - 1))
+        hidden = drafter(embeds, at[:, None], part)  # [S', 1, B, H]
+        drafts = draft_tokens(drafter, target, hidden, anchor_ids[:, None])  # [S', 1, B - 1]
+        if relayed is not None and drafter.rescorer is not None:
+            look = second_look(target, hidden, drafts, relayed)
+            if observe is not None:
+                observe(torch.tensor([indices[row] for row in rows.tolist()]), look, labels, valid)
+            drafts = drafter.rescorer.choose(*look)[:, None]
+        blocks = torch.cat([anchor_ids[:, None], drafts[:, 0]], dim=1)  # [S', B]
         accept_len = accepted(blocks, labels, valid)  # [S']
         for row, a, left in zip(rows.tolist(), accept_len.tolist(), (batch.lengths[rows] - 1 - at).tolist()):
             counts.histograms[indices[row]][a] += 1

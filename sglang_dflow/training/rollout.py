@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflow.relay.alignment import RelayRule, relay_rows
+from sglang_dflow.relay.rescore import NONE, Evidence, candidates
 from sglang_dflow.training.dataset import Sample, collate, labels_at, sample_anchors
 from sglang_dflow.training.drafter import Context, Drafter
 from sglang_dflow.training.loss import full_vocabulary
@@ -135,9 +136,25 @@ def propose(
     context: Context,
     anchor_ids: torch.Tensor,  # [S, A]
     truth: torch.Tensor | None = None,  # [S, A, B] trajectory tokens: a Domino head is teacher-forced with them
+    relayed: Relayed | None = None,  # [S, A, ..] what a rescorer may look at
 ) -> torch.Tensor:
-    """Greedy proposals [S, A, B - 1] of a block, over the full vocabulary."""
+    """Greedy proposals [S, A, B - 1] of a block, over the full vocabulary; rescored where the drafter does so."""
     hidden = drafter(embeds, anchors, context)
+    drafts = draft_tokens(drafter, target, hidden, anchor_ids, truth)
+    if relayed is None or drafter.rescorer is None:
+        return drafts
+    return drafter.rescorer.choose(*second_look(target, hidden, drafts, relayed)).view(drafts.shape)
+
+
+@torch.no_grad()
+def draft_tokens(
+    drafter: Drafter,
+    target: Target,
+    hidden: torch.Tensor,  # [S, A, B, H] final hidden states
+    anchor_ids: torch.Tensor,  # [S, A]
+    truth: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the head drafts from a block's states, [S, A, B - 1]; arguments of `propose`."""
     head = drafter.domino
     if head is None:
         return greedy_tokens(target, hidden[:, :, 1:])
@@ -146,7 +163,29 @@ def propose(
         drafts = head.rollout(rows, anchor_ids.flatten(), target.embedding, vocabulary)
     else:
         drafts = head.teacher_forced(rows, truth.flatten(0, 1), target.embedding, vocabulary)
-    return drafts.view(*anchors.shape, -1)
+    return drafts.view(*anchor_ids.shape, -1)
+
+
+class SecondLook(NamedTuple):
+    """The arguments of a rescorer, for N = S * A blocks."""
+
+    tokens: torch.Tensor  # [N, B - 1, C]
+    logits: torch.Tensor  # [N, B - 1, C]
+    evidence: Evidence
+
+
+@torch.no_grad()
+def second_look(target: Target, hidden: torch.Tensor, drafts: torch.Tensor, relayed: Relayed) -> SecondLook:
+    """What a rescorer sees of blocks with states [S, A, B, H] and drafts [S, A, B - 1]."""
+    evidence = Evidence(
+        stale=torch.where(relayed.mask, relayed.stale, NONE)[..., 1:].flatten(0, 1),
+        bonus=relayed.bonus.flatten(),
+        rejected=relayed.rejected.flatten(),
+    )
+    tokens = candidates(drafts.flatten(0, 1), evidence.stale)
+    rows = target.head[tokens.clamp_min(0)].float()  # [N, B - 1, C, H]
+    logits = (rows @ hidden[..., 1:, :].flatten(0, 1).float().unsqueeze(-1)).squeeze(-1)
+    return SecondLook(tokens, logits, evidence)
 
 
 def make_rollout(
@@ -177,11 +216,12 @@ def make_rollout(
     for _ in range(rounds):
         anchor_ids = batch.tokens.gather(1, anchors)
         embeds = drafter.plain_embeds(target, anchor_ids, target.dtype)
-        if chain and relay:
+        relayed = Relayed(*(field[None] for field in chain[-1])) if chain and relay else None
+        if relayed is not None:
             with torch.no_grad():
-                embeds = relay_embeds(drafter, target, embeds, Relayed(*(field[None] for field in chain[-1])))
+                embeds = relay_embeds(drafter, target, embeds, relayed)
         truth = labels_at(batch, anchors, block).tokens if teacher_forced else None
-        drafts = propose(drafter, target, embeds, anchors, context, anchor_ids, truth)
+        drafts = propose(drafter, target, embeds, anchors, context, anchor_ids, truth, relayed)
         verified = judge(
             drafter, verifier, sample.tokens, anchors[0], torch.cat([anchor_ids[..., None], drafts], -1)[0]
         )

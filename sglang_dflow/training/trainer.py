@@ -145,7 +145,7 @@ class Trainer:
             new = [name for name, _ in drafter.named_parameters()]
         else:
             new = load_partly(drafter, Drafter.load(recipe.init_from).state_dict(), recipe.init_from)
-        if drafter.relay is not None and any(name.startswith("relay.") for name in new):
+        if drafter.relay is not None and any(name.startswith("relay.relay_mlp.") for name in new):
             self._scale_relay(drafter)
         for name, parameter in drafter.named_parameters():
             parameter.requires_grad_(not recipe.relay_only or name.startswith("relay."))
@@ -460,10 +460,13 @@ def optimizer_numbers(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
 def load_partly(drafter: Drafter, state: dict[str, torch.Tensor], where: str) -> list[str]:
     """Load a drafter's state into one that may have a relay or a Domino head more; return the new parameters' names.
 
+    A rescorer stays behind: it is fitted to the finished drafter (`sglang-dflow rescore`).
+
     Raises:
         ValueError: the two differ otherwise.
     """
     own = drafter.state_dict()
+    state = {name: value for name, value in state.items() if not name.startswith("relay.relay_rescore.")}
     wrong = [name for name, value in state.items() if name not in own or own[name].shape != value.shape]
     missing = [name for name in own if name not in state]
     wrong += [name for name in missing if not name.startswith(("relay.", "domino."))]

@@ -5,9 +5,12 @@ Needs a CUDA device; skipped, and said so, without one. Not run yet on any GPU.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from sglang.srt.speculative.dflash_worker_v2 import _DflashDraftSampler
 
 from benchmarks.gpu.parity import CASES, WITHOUT_RELAY, check
 from benchmarks.gpu.run_all import Clock, count_launches
@@ -15,6 +18,8 @@ from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.draft_input import TokenTable, relayed_input
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
+from sglang_dflow.relay.rescore import RelayRescorer
+from sglang_dflow.serving.rescore import HeadRows, RescoringSampler, ServedRescorer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,6 +95,36 @@ def test_replay_sees_new_pool_contents(stale_token: bool, is_table: bool, use_ke
         assert torch.equal(replayed, drafts.draft()), trial
         assert not torch.equal(replayed, drafts.masks), "nothing was relayed: this trial proves nothing"
         assert torch.equal(replayed[-1], drafts.masks[-1])
+
+
+@pytest.mark.parametrize("use_kernels", [True, False], ids=["kernels", "torch"])
+@torch.no_grad()
+def test_replay_rescores_from_new_pool_contents(use_kernels: bool) -> None:
+    """Head and rescorer folded into the draft's graph: from each round's slots and stale tokens, as eagerly."""
+    torch.manual_seed(0)
+    drafts = Drafts(stale_token=True, is_table=True, use_kernels=use_kernels)
+    head = torch.randn(1000, H, device="cuda", dtype=torch.bfloat16)
+    rescorer = RelayRescorer(B, 32, "cuda")
+    for parameter in rescorer.parameters():
+        torch.nn.init.normal_(parameter)
+    sampler = _DflashDraftSampler(weight=head, block_size=B, num_org=1000, org_vocab_start=0, max_bs=BS)
+    rows = HeadRows(SimpleNamespace(weight=head), SimpleNamespace(world_size=1))
+    folded = RescoringSampler(sampler, ServedRescorer(rescorer, drafts.pool, rows), lambda: drafts.indices)
+
+    def draft() -> None:
+        folded(drafts.draft().flatten(0, 1))
+
+    replay = Clock("cuda").capture(draft)
+    for trial in range(4):
+        drafts.store()
+        replay()
+        replayed = folded.out.clone()
+        drafts.blocks.copy_(drafts.masks)
+        draft()
+        assert torch.equal(replayed, folded.out), trial
+        drafts.blocks.copy_(drafts.masks)
+        sampler(drafts.draft().flatten(0, 1))
+        assert not torch.equal(replayed, sampler.out), "nothing was rescored: this trial proves nothing"
 
 
 @pytest.mark.parametrize(("is_table", "launches"), [(True, 3), (False, 4)])

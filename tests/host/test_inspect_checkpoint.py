@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from sglang_dflow.checkpoint_files import read_tensors
 from sglang_dflow.inspect_checkpoint import inspect_checkpoint
 from sglang_dflow.serving.launch_checks import drafter_problems
 
@@ -29,7 +30,7 @@ def test_verdict_is_the_launchs(name: str, target: Path, drafter: Path, tmp_path
     """Catches a check that one of the two lost: a drafter that `inspect` passes and a launch refuses."""
     config = json.loads((drafter / "config.json").read_text()) | EDITS[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(load_file(drafter / "model.safetensors"), tmp_path / "model.safetensors")
+    save_file(read_tensors(drafter), tmp_path / "model.safetensors")
     server_args = SimpleNamespace(
         speculative_draft_model_path=str(tmp_path), speculative_draft_model_revision=None, model_path=str(target),
         trust_remote_code=False, revision=None, speculative_num_draft_tokens=None, speculative_dflash_block_size=None,

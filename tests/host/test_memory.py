@@ -35,7 +35,8 @@ def _worker(monkeypatch: pytest.MonkeyPatch, **server_args: Any) -> Any:
         self.draft_model_runner = SimpleNamespace(dtype=torch.bfloat16)
         rule = RelayRule.of(RelaySource.SUFFIX, shift_label=False)
         config = SimpleNamespace(hidden_size=H, rule=rule, relay_stale_token=False)
-        self.draft_model = SimpleNamespace(dflow_config=config, attach_relay=lambda *args: None)
+        relay = SimpleNamespace(relay_rescore=None)
+        self.draft_model = SimpleNamespace(dflow_config=config, relay=relay, attach_relay=lambda *args: None)
 
     monkeypatch.setattr(DFlashWorkerV2, "__init__", host_init)
     with get_context().override_server_args(device="cpu", max_running_requests=MAX_RUNNING, **server_args):

@@ -30,7 +30,7 @@ from sglang_dflow.prompts import varied_prompts
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.loss import full_vocabulary
-from sglang_dflow.training.rollout import PackedVerifier, Relayed, Verified, next_round, relay_embeds
+from sglang_dflow.training.rollout import PackedVerifier, Relayed, Verified, next_round, relay_embeds, second_look
 from sglang_dflow.training.target import Target, causal_attend
 
 BLOCK, TEXT_TOKENS, FIRST_ANCHOR = 8, 420, 40
@@ -53,6 +53,7 @@ class Case(NamedTuple):
     relay_source: str | None = None
     shift_label: bool | None = None  # None: no Domino head
     stale: bool = False  # the relay reads the target's stale tokens
+    rescored: bool = False  # and a rescorer takes some of them
     shipped: bool = False
 
     @property
@@ -60,7 +61,8 @@ class Case(NamedTuple):
         if self.shipped:
             return "shipped"
         head = {None: "dflash", False: "domino", True: "domino-shift"}[self.shift_label]
-        return "-".join(filter(None, (head, self.relay_source, "stale" if self.stale else None)))
+        extra = ("stale" if self.stale else None, "rescored" if self.rescored else None)
+        return "-".join(filter(None, (head, self.relay_source, *extra)))
 
 
 CASES = [
@@ -69,6 +71,7 @@ CASES = [
     *(Case(source, True) for source in (None, "first_rejection")),
     Case("first_rejection", None, stale=True),
     Case("suffix", True, stale=True),
+    *(Case(source, None, stale=True, rescored=True) for source in ("suffix", "first_rejection")),
     Case(shipped=True),
 ]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -133,8 +136,9 @@ def _write_drafter(case: Case, target: Target, directory: Path, dtype: torch.dty
     config = DrafterConfig.for_target(target, num_hidden_layers=2, block_size=BLOCK, mask_token_id=4)
     if case.relay_source is not None:
         config = dataclasses.replace(
-            config, relay_source=case.relay_source, relay_hidden_size=96, relay_stale_token=case.stale
-        )
+            config, relay_source=case.relay_source, relay_hidden_size=96, relay_stale_token=case.stale,
+            relay_rescore_size=16 if case.rescored else 0,
+        )  # fmt: skip
     if case.shift_label is not None:
         config = dataclasses.replace(
             config, projector_type="domino", gru_hidden_dim=64, emb_dim=48, shift_label=case.shift_label
@@ -150,6 +154,9 @@ def _write_drafter(case: Case, target: Target, directory: Path, dtype: torch.dty
             scale = 0.3 * float(target.embedding.float().std())
             for parameter in drafter.relay.relay_mlp[2].parameters():
                 parameter.copy_(torch.randn_like(parameter) * scale)
+        if drafter.rescorer is not None:
+            for parameter in drafter.rescorer.parameters():
+                parameter.copy_(torch.randn_like(parameter))
         if drafter.domino is not None:
             output = drafter.domino.embed_proj[2].weight
             output.copy_(torch.randn_like(output) * 0.1)
@@ -174,6 +181,9 @@ def _train_side(drafter: Drafter, ground: Ground) -> tuple[Trained, dict[str, to
     if domino is None:
         logits = target.logits(hidden[:, 1:].flatten(0, 1)).view(len(hidden), BLOCK - 1, -1)
         proposals = logits.argmax(-1)
+        if drafter.rescorer is not None:
+            look = second_look(target, hidden[None], proposals[None], batch)
+            proposals = drafter.rescorer.choose(*look)
     else:
         feature = domino.corrections(hidden, truth, target.embedding)
         vocabulary = full_vocabulary(target.head)
@@ -265,6 +275,9 @@ def test_fp32_logits(compared: Any, case: Case) -> None:
     print(f"{case.name}: largest difference {difference:.1e} of the logits' scale {float(scale):.1f}")
     assert difference < LOGITS_TOLERANCE
     assert torch.equal(trained.proposals, served["proposals"])
+    if case.rescored:
+        changed = (trained.proposals != trained.argmax).float().mean()
+        assert 0.1 < float(changed) < 0.9, "a rescorer that changes nothing, or all, proves little"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

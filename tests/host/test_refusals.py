@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from sglang_dflow.checkpoint_files import read_tensors
 
 ROOT = Path(__file__).parents[2]
 Edit = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
@@ -120,7 +122,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
 
 def _drafter(good: Path, edit: Edit, path: Path) -> Path:
     config = json.loads((good / "config.json").read_text())
-    relay = {k: v for k, v in load_file(good / "model.safetensors").items() if k.startswith("relay_")}
+    relay = {k: v for k, v in read_tensors(good).items() if k.startswith("relay_")}
     edit(config, relay)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

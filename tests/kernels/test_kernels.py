@@ -17,6 +17,7 @@ from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.draft_input import TokenTable, relayed_input
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool, VerifiedBlock
+from sglang_dflow.relay.rescore import RelayRescorer
 
 ROOT = Path(__file__).parents[2]
 B, H, W = 8, 16, 12
@@ -44,7 +45,7 @@ def test_interpreted_kernels_equal_the_formula(name: str, outcomes: dict[str, di
 def _pool(**options: Any) -> RelayPool:
     return RelayPool(
         num_rows=4, block_size=B, hidden_size=H, rule=RelayRule.of(RelaySource.SUFFIX, shift_label=False),
-        dtype=torch.float32, device="cpu", use_kernels=True, **options,
+        device="cpu", use_kernels=True, **{"dtype": torch.float32, **options},
     )  # fmt: skip
 
 
@@ -121,6 +122,15 @@ def test_unsupported_drafters_are_refused_at_start(pool: dict[str, Any], relay: 
     with pytest.raises(ValueError, match=f"the relay's GPU kernels cannot serve this drafter: .*{message}"):
         check_supported(_pool(**pool), relay())
     check_supported(_pool(), RelayModulation(H, W))
+
+
+def test_a_rescorer_may_be_wider_than_the_drafter() -> None:
+    """It is float32 beside a 16-bit relay, and no kernel reads it."""
+    from sglang_dflow.relay.kernels.tiles import check_supported
+
+    relay = RelayModulation(H, W, stale_token=True, rescorer=RelayRescorer(B, 8)).bfloat16()
+    assert {parameter.dtype for parameter in relay.parameters()} == {torch.bfloat16, torch.float32}
+    check_supported(_pool(stale_token=True, dtype=torch.bfloat16), relay)
 
 
 def test_an_activation_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

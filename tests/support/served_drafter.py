@@ -68,6 +68,16 @@ def load_draft_model(directory: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+class _Drafted:
+    """A sampler of the host that has drafted already."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self.out = out
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
+        pass
+
+
 class Round:
     """One draft worker with all requests of a case between its verified block and its next draft."""
 
@@ -191,6 +201,21 @@ class Round:
             parts.append(out.hidden_states.view(len(rows), self.block, -1))
         return torch.cat(parts)
 
+    def rescored(self, hidden: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """The drafts [A, B - 1] that the worker would verify, from states [A, B, H], by its own two ways."""
+        from sglang_dflow.serving.rescore import RescoringSampler
+
+        worker = self.worker
+        if getattr(getattr(self.model, "relay", None), "relay_rescore", None) is None:
+            return drafts
+        worker.model_runner.model.lm_head = SimpleNamespace(weight=self.inputs["head"])
+        rescore = worker._make_rescorer(worker._pool)
+        eager = rescore(self.slots, hidden[:, 1:].flatten(0, 1), drafts.flatten())
+        folded = RescoringSampler(_Drafted(drafts.flatten().clone()), rescore, lambda: self.slots)
+        folded(hidden.flatten(0, 1))
+        assert torch.equal(folded.out, eager)
+        return eager.view(drafts.shape)
+
     def relayed(self) -> torch.Tensor:
         """Rows [A, B] that the pool serves to the next block, by the pool's own reading."""
         mask = torch.zeros(self.count, self.block, dtype=torch.bool)
@@ -251,9 +276,10 @@ def serve(case: Path) -> None:
     played.verify()
     hidden = played.draft(mask_token_id)
     logits = teacher_forced_logits(model, hidden, inputs)
+    proposals = host_proposals(model, hidden, inputs, played.embed)
     served = {
         "argmax": logits.argmax(-1),
-        "proposals": host_proposals(model, hidden, inputs, played.embed),
+        "proposals": played.rescored(hidden, proposals),
         "relayed": played.relayed(),
     }
     if logits.dtype == torch.float32:

@@ -21,7 +21,8 @@ class TinyPair(NamedTuple):
 
 @torch.no_grad()
 def make_tiny_pair(folder: Path) -> TinyPair:
-    """Write both; the relay is loud and reads the stale token, so that its embeddings decide what is drafted."""
+    """Write both; the relay is loud and reads the stale token, so that its embeddings decide what is drafted; a
+    rescorer at random takes stale tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     pair = TinyPair(folder / "target", folder / "drafter")
@@ -40,10 +41,14 @@ def make_tiny_pair(folder: Path) -> TinyPair:
     target = Target.load(pair.target, torch.float32, [0, 1])
     drafter_config = DrafterConfig.for_target(target, num_hidden_layers=2, block_size=4, mask_token_id=1)
     relay = {"relay_source": "first_rejection", "relay_hidden_size": 24, "relay_stale_token": True}
+    relay |= {"relay_rescore_size": 16}
     drafter = Drafter(dataclasses.replace(drafter_config, **relay))
     drafter.init_from_target(target, [1, 2])
     assert drafter.relay is not None
     for parameter in drafter.relay.relay_mlp[2].parameters():
         torch.nn.init.normal_(parameter, std=0.5)
+    assert drafter.rescorer is not None
+    for parameter in drafter.rescorer.parameters():
+        torch.nn.init.normal_(parameter)
     drafter.save(pair.drafter, torch.float32)
     return pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,20 @@ from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.draft_input import relayed_input
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.pool import RelayPool, RelayRead, VerifiedBlock
+from sglang_dflow.relay.rescore import RelayRescorer
 
 B, H, W, ROWS, BS, VOCAB = 4, 6, 5, 9, 4, 50
+
+
+class Sampler:
+    """The host's sampler for the draft's graph, in short: drafts by a head, left in `out`."""
+
+    def __init__(self, head: torch.Tensor) -> None:
+        self.head, self.out = head, torch.zeros(BS * (B - 1), dtype=torch.int64)
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
+        rows = hidden_states.view(BS, B, H)[:, 1:].flatten(0, 1)
+        self.out.copy_((rows @ self.head.T).argmax(-1))
 
 
 class Draft:
@@ -42,6 +55,23 @@ class Draft:
     def forward(self) -> torch.Tensor:
         embed = lambda ids: F.embedding(ids, self.table)  # noqa: E731
         return relayed_input(self.pool, self.relay, embed, self.indices, self.positions, self.blocks)
+
+    def rescored(self) -> Callable[[], torch.Tensor]:
+        """The draft with a head and a rescorer behind it, as they are folded into the draft's CUDA graph."""
+        from sglang_dflow.serving.rescore import HeadRows, RescoringSampler, ServedRescorer
+
+        rescorer = RelayRescorer(B, W)
+        for parameter in rescorer.parameters():
+            torch.nn.init.normal_(parameter, std=2.0)
+        head = HeadRows(SimpleNamespace(weight=self.table), SimpleNamespace(world_size=1))
+        sampler = RescoringSampler(Sampler(self.table), ServedRescorer(rescorer, self.pool, head), lambda: self.indices)
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                sampler(self.forward().flatten(0, 1))
+            return sampler.out
+
+        return forward
 
     def next_round(self) -> None:
         """Verify a block of three requests in other slots, then set the inputs of their next draft, all in place."""
@@ -75,6 +105,25 @@ def test_replay_sees_new_pool_contents(stale_token: bool) -> None:
         assert torch.equal(replayed, eager), trial
         assert torch.equal(replayed[-1], draft.blocks[-1])
         assert torch.equal(replayed[:-1], draft.blocks[:-1]) == (trial == 3), "rows must have been relayed"
+
+
+def test_replay_rescores_from_new_pool_contents() -> None:
+    """Head and rescorer in the graph: the slots, stale tokens and notes of each round, not those of the capture."""
+    draft = Draft()
+    forward = draft.rescored()
+    replay = capture(forward)
+    plain = Sampler(draft.table)
+    changed = 0
+    for trial in range(8):
+        draft.next_round()
+        draft.pool.set_enabled(trial != 3)
+        replayed = replay().clone()
+        assert torch.equal(replayed, forward()), trial
+        plain(draft.forward().flatten(0, 1))
+        changed += int((replayed != plain.out).sum())
+        assert trial != 3 or torch.equal(replayed, plain.out)
+        assert torch.equal(replayed[1 - B :], plain.out[1 - B :]), "the padded row has nothing to be rescored with"
+    assert changed > 8
 
 
 def test_replay_writes_what_the_draft_writes() -> None:

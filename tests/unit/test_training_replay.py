@@ -55,6 +55,7 @@ class _Loop:
     def draft(self) -> list[int]:
         block, at = self.drafter.config.block_size, len(self.text) - 1
         embeds = self.drafter.plain_embeds(self.target, torch.tensor([[self.text[-1]]]), torch.float32)
+        relayed = None
         if self.relay and self.previous is not None:
             rows, last, a = self.previous
             config = self.drafter.config
@@ -66,15 +67,12 @@ class _Loop:
             if a < block - 1:
                 stale = rows.logits.argmax(-1)[source][None, None]
                 tokens = (torch.tensor([[token]]) for token in (at, self.text[-1], last[a + 1]))
-                embeds = relay_embeds(
-                    self.drafter,
-                    self.target,
-                    embeds,
-                    Relayed(*tokens, rows.captured[source][None, None], stale, mask[None, None]),
-                )
+                relayed = Relayed(*tokens, rows.captured[source][None, None], stale, mask[None, None])
+                embeds = relay_embeds(self.drafter, self.target, embeds, relayed)
         context = self.drafter.context(_run(self.target, self.text[:-1]).captured.float()[None])
         anchor = torch.tensor([[self.text[-1]]])
-        drafts = propose(self.drafter, self.target, embeds, torch.tensor([[at]]), context, anchor)[0, 0].tolist()
+        at_anchor = torch.tensor([[at]])
+        drafts = propose(self.drafter, self.target, embeds, at_anchor, context, anchor, relayed=relayed)[0, 0].tolist()
         return [self.text[-1], *drafts]
 
     def commit(self, block: list[int], a: int, bonus: int) -> None:
@@ -100,6 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "DFlow": {},
     "suffix": {"relay_source": "suffix"},
     "stale token": {"relay_stale_token": True},
+    "rescorer": {"relay_stale_token": True, "relay_rescore_size": 8},
     "Domino": DOMINO | {"shift_label": False},
     "Domino, shifted": DOMINO | {"shift_label": True},
 }
@@ -115,6 +114,8 @@ def _loud(target: Target, kind: str) -> Drafter:
     drafter.init_from_target(target, [2, 3])
     assert drafter.relay is not None
     torch.nn.init.normal_(drafter.relay.relay_mlp[2].weight, std=4.0)
+    if drafter.rescorer is not None:
+        torch.nn.init.normal_(drafter.rescorer.out.weight, std=40.0)
     if drafter.domino is not None:
         torch.nn.init.normal_(drafter.domino.embed_proj[2].weight, std=4.0)
     return drafter
@@ -155,7 +156,7 @@ def _sampled(target: Target, tmp_path: Path, count: int, length: int) -> list[Sa
 
 @pytest.fixture
 def bigrams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
-    """A stand-in for ``propose``: each draft is the target's top-1 behind the token before alone.
+    """A stand-in for ``draft_tokens``: each draft is the target's top-1 behind the token before alone.
 
     The toy target often follows such bigrams; the toy drafter is right too rarely to tell two laws apart.
     """
@@ -163,18 +164,18 @@ def bigrams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
     behind = [_run(target, [token]).logits[-1].argmax() for token in range(target.shape.vocab_size)]
     successor = torch.stack(behind)  # [V]
 
-    def propose(*arguments: Any) -> torch.Tensor:
-        tokens = [arguments[5]]  # anchor ids [S, 1]
+    def draft_tokens(*arguments: Any) -> torch.Tensor:
+        tokens = [arguments[3]]  # anchor ids [S, 1]
         for _ in range(3):
             tokens.append(successor[tokens[-1]])
         return torch.stack(tokens[1:], dim=-1)
 
-    monkeypatch.setattr("sglang_dflow.training.replay.propose", propose)
-    return propose
+    monkeypatch.setattr("sglang_dflow.training.replay.draft_tokens", draft_tokens)
+    return draft_tokens
 
 
-def _drafts(propose: Callable[..., torch.Tensor], anchor: int) -> list[int]:
-    return propose(*[torch.tensor([[anchor]])] * 6)[0, 0].tolist()
+def _drafts(draft_tokens: Callable[..., torch.Tensor], anchor: int) -> list[int]:
+    return draft_tokens(*[torch.tensor([[anchor]])] * 4)[0, 0].tolist()
 
 
 def test_sampled_acceptance_is_the_analytic_probability(bigrams: Callable[..., torch.Tensor], tmp_path: Path) -> None:

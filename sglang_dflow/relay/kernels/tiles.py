@@ -121,12 +121,13 @@ def check_supported(pool: RelayPool, relay: RelayModulation) -> None:
         ValueError: all problems in one message.
     """
     problems = []
-    dtypes = sorted({str(parameter.dtype) for parameter in relay.parameters()} | {str(pool.hidden.dtype)})
+    parameters = [*relay.relay_norm.parameters(), *relay.relay_mlp.parameters()]  # a rescorer has no kernel
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters} | {str(pool.hidden.dtype)})
     if len(dtypes) > 1 or pool.hidden.dtype not in DTYPES:
         problems.append(f"pool and relay weights are {', '.join(dtypes)}, expected one of bfloat16, float16, float32")
     if activation_name(relay) not in ACTIVATION_NAMES:
         problems.append(f"relay_activation is {activation_name(relay)}, expected one of {ACTIVATION_NAMES}")
-    if not all(parameter.is_contiguous() for parameter in relay.parameters()):
+    if not all(parameter.is_contiguous() for parameter in parameters):
         problems.append("a relay weight is not contiguous; load the checkpoint without a layout change")
     if relay.hidden_size != pool.hidden.shape[-1] or relay.stale_token != (pool.stale is not None):
         problems.append("pool and relay are of two checkpoints: hidden size or stale token differ")
