@@ -43,10 +43,11 @@ def make_rescorer(config: DFlowConfig, vocab_size: int, requests: int, device: s
     """A served rescorer of a drafter's sizes whose pool holds a round of every request."""
     pool = RelayPool(
         num_rows=requests + 1, block_size=config.block_size, hidden_size=config.hidden_size, rule=config.rule,
-        dtype=torch.float32, device=device, stale_token=True, use_kernels=False,
+        dtype=torch.float32, device=device, stale_token=True, proposals=True, use_kernels=False,
     )  # fmt: skip
-    assert pool.stale is not None
+    assert pool.stale is not None and pool.proposed is not None
     pool.stale.random_(0, vocab_size)
+    pool.proposed.random_(0, vocab_size)
     pool.rounds[:, 2] = 1  # the draft noted a round of one accepted draft
     rescorer = config.make_rescorer(device)
     assert rescorer is not None

@@ -77,7 +77,7 @@ class DraftRows(NamedTuple):
 
 
 class RelayPool:
-    """`num_rows x B x H` states and four integers per request; `B` more with the stale tokens.
+    """`num_rows x B x H` states and four integers per request; `B` more with stale tokens, and with proposals.
 
     Owner: the worker; allocated once after the host's request pool, lives as long as the process.
     """
@@ -92,6 +92,7 @@ class RelayPool:
         dtype: torch.dtype,
         device: torch.device | str,
         stale_token: bool = False,
+        proposals: bool = False,  # keep the verified tokens, for a rescorer
         use_kernels: bool | None = None,  # default: on CUDA
     ) -> None:
         def ints(fill: int) -> torch.Tensor:
@@ -107,6 +108,9 @@ class RelayPool:
         self.stale: torch.Tensor | None = None
         if stale_token:
             self.stale = torch.zeros((num_rows, block_size), dtype=torch.int64, device=device)
+        self.proposed: torch.Tensor | None = None
+        if proposals:
+            self.proposed = torch.zeros((num_rows, block_size), dtype=torch.int64, device=device)
         self.enabled = torch.ones((1,), dtype=torch.bool, device=device)  # runtime switch, read inside the graph
         self.use_kernels = torch.device(device).type == "cuda" if use_kernels is None else use_kernels
         self.row_stats: torch.Tensor | None = None  # mean and variance of every state, for the kernels' LayerNorm
@@ -119,14 +123,15 @@ class RelayPool:
     def row_nbytes(self) -> dict[str, int]:
         """Device bytes of one row by what they hold.
 
-        `B * H * itemsize` for the states, 64 for the integers, `8 * B` for stale tokens and as much for the kernels'
-        statistics.
+        `B * H * itemsize` for the states, 64 for the integers, `8 * B` for stale tokens, as much for proposals and for
+        the kernels' statistics.
         """
         integers = (self.next_prefix_len, self.accept_len, self.bonus, self.rejected, self.rounds)
         columns: dict[str, tuple[torch.Tensor | None, ...]] = {
             "states": (self.hidden,),
             "integers": integers,
             "stale": (self.stale,),
+            "proposed": (self.proposed,),
             "statistics": (self.row_stats,),
         }
         return {name: sum(t[0].nbytes for t in tensors if t is not None) for name, tensors in columns.items()}
@@ -140,6 +145,8 @@ class RelayPool:
         """Remember a verified block, one row per request. Indices must be distinct and non-zero."""
         if req_pool_indices.shape[0] == 0:
             return
+        if self.proposed is not None:
+            self.proposed.index_copy_(0, req_pool_indices, block.candidates.to(torch.int64))
         if self.use_kernels:
             from sglang_dflow.relay.kernels.store import relay_store
 
@@ -206,16 +213,20 @@ class RelayPool:
 
         A draft that no stored round ends at, by what it noted itself, has no stale token, as with the relay off.
         """
-        assert self.stale is not None
+        assert self.stale is not None and self.proposed is not None
         accept_len = self.rounds[req_pool_indices, DraftRows._fields.index("accept_len"), None]  # [bs, 1]
         rows = relay_rows(
             drafted, accept_len.clamp_max(0), accept_len, block_size=self.block_size, rule=self.rule
         )  # [bs, R] each; rows are counted from the draft's first position, where the stored round ends
-        stale = self.stale[req_pool_indices.unsqueeze(1), rows.source]  # [bs, R]
+        slots, mask = req_pool_indices.unsqueeze(1), rows.mask & self.enabled
+        proposal = rows.source + 1  # a row's state predicts the token behind it
+        last = self.block_size - 1
+        proposed = self.proposed[slots, proposal.clamp_max(last)]  # [bs, R]
         return Evidence(
-            stale=torch.where(rows.mask & self.enabled, stale, NONE),
+            stale=torch.where(mask, self.stale[slots, rows.source], NONE),
             bonus=self.bonus[req_pool_indices],
             rejected=self.rejected[req_pool_indices],
+            proposed=torch.where(mask & (proposal <= last), proposed, NONE),
         )
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]

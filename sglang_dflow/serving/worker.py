@@ -130,6 +130,7 @@ class DFlowWorker(DFlashWorkerV2):
             dtype=self.draft_model_runner.dtype,
             device=self.device,
             stale_token=dflow.relay_stale_token,
+            proposals=dflow.relay_rescore_size > 0,
         )
         draft_model.attach_relay(self._pool, self._embed_tokens())
 

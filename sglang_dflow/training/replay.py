@@ -32,6 +32,7 @@ from sglang_dflow.training.rollout import (
     accepted,
     draft_tokens,
     greedy_tokens,
+    proposals_by_row,
     relay_embeds,
     second_look,
 )
@@ -156,6 +157,7 @@ class _Carry:
         self.accept_len = torch.zeros(count, 1, dtype=torch.int64)
         self.rejected = torch.zeros(count, dtype=torch.int64)
         self.stale = torch.zeros(count, config.block_size, dtype=torch.int64)
+        self.blocks = torch.zeros(count, config.block_size, dtype=torch.int64)
         self.states = batch.captured.new_zeros(count, config.block_size, batch.captured.shape[-1])  # [S, B, m * H]
 
     def relayed(self, rows: torch.Tensor, anchors: torch.Tensor, bonus: torch.Tensor) -> Relayed:
@@ -173,6 +175,7 @@ class _Carry:
             states=states[:, None],
             stale=self.stale[rows].gather(1, source)[:, None],
             mask=mask[:, None],
+            proposed=proposals_by_row(self.blocks[rows], source, mask)[:, None],
         )
 
     def store(
@@ -186,6 +189,7 @@ class _Carry:
         """Remember a verified round."""
         self.states[rows] = verified.captured.to(self.states.dtype)
         self.stale[rows] = verified.top1
+        self.blocks[rows] = blocks
         self.next_prefix_len[rows, 0] = anchors + accept_len + 1
         self.accept_len[rows, 0] = accept_len
         # On full acceptance nothing was rejected and nothing will be relayed: any drafted token does.

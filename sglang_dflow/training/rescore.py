@@ -47,6 +47,7 @@ class Examples(NamedTuple):
     stale: torch.Tensor  # int64 [N, R]
     bonus: torch.Tensor  # int64 [N]
     rejected: torch.Tensor  # int64 [N]
+    proposed: torch.Tensor  # int64 [N, R]
     labels: torch.Tensor  # int64 [N, R]
     valid: torch.Tensor  # bool [N, R]
     conversation: torch.Tensor  # int64 [N]
@@ -58,7 +59,7 @@ class Examples(NamedTuple):
     @property
     def look(self) -> SecondLook:
         """What the rescorer sees."""
-        return SecondLook(self.tokens, self.logits, Evidence(self.stale, self.bonus, self.rejected))
+        return SecondLook(self.tokens, self.logits, Evidence(self.stale, self.bonus, self.rejected, self.proposed))
 
 
 class Fit(NamedTuple):

@@ -45,6 +45,17 @@ class Relayed(NamedTuple):
     states: torch.Tensor  # [.., A, B, m * H] states moved to the rows of the next block
     stale: torch.Tensor  # [.., A, B] the target's top-1 token at each source row
     mask: torch.Tensor  # [.., A, B] rows that take a relay
+    proposed: torch.Tensor  # [.., A, B] what the verified block had proposed for each row's position; `NONE`: nothing
+
+
+def proposals_by_row(blocks: torch.Tensor, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The tokens that blocks [.., B] proposed where rows with these sources and mask [.., B] stand; `NONE`: nothing.
+
+    For drafters whose row t drafts the token at row t (no `shift_label`), the only ones that are rescored.
+    """
+    proposal = source + 1  # a row's state predicts the token behind it
+    last = blocks.shape[-1] - 1
+    return torch.where(mask & (proposal <= last), blocks.gather(-1, proposal.clamp_max(last)), NONE)
 
 
 def accepted(proposals: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -181,6 +192,7 @@ def second_look(target: Target, hidden: torch.Tensor, drafts: torch.Tensor, rela
         stale=torch.where(relayed.mask, relayed.stale, NONE)[..., 1:].flatten(0, 1),
         bonus=relayed.bonus.flatten(),
         rejected=relayed.rejected.flatten(),
+        proposed=relayed.proposed[..., 1:].flatten(0, 1),
     )
     tokens = candidates(drafts.flatten(0, 1), evidence.stale)
     rows = target.head[tokens.clamp_min(0)].float()  # [N, B - 1, C, H]
@@ -260,6 +272,7 @@ def next_round(verified: Verified, tokens: torch.Tensor, rule: RelayRule, block_
         states=states.gather(1, source[..., None].expand(-1, -1, states.shape[-1])),
         stale=stale.gather(1, source),
         mask=mask,
+        proposed=proposals_by_row(proposals, source, mask),
     )
 
 

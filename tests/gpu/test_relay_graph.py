@@ -39,11 +39,11 @@ def test_kernels_equal_the_formula(name: str) -> None:
 class Drafts:
     """Static inputs of one draft, as the host's graph holds them; the last row is padding and stays at slot 0."""
 
-    def __init__(self, *, stale_token: bool, is_table: bool, use_kernels: bool) -> None:
+    def __init__(self, *, stale_token: bool, is_table: bool, use_kernels: bool, proposals: bool = False) -> None:
         rule = RelayRule.of(RelaySource.SUFFIX, shift_label=False)
         self.pool = RelayPool(
             num_rows=ROWS, block_size=B, hidden_size=H, rule=rule, dtype=torch.bfloat16, device="cuda",
-            stale_token=stale_token, use_kernels=use_kernels,
+            stale_token=stale_token, proposals=proposals, use_kernels=use_kernels,
         )  # fmt: skip
         self.relay = RelayModulation(H, W, stale_token=stale_token).to("cuda", torch.bfloat16)
         torch.nn.init.normal_(self.relay.relay_mlp[2].weight, std=0.02)
@@ -102,7 +102,7 @@ def test_replay_sees_new_pool_contents(stale_token: bool, is_table: bool, use_ke
 def test_replay_rescores_from_new_pool_contents(use_kernels: bool) -> None:
     """Head and rescorer folded into the draft's graph: from each round's slots and stale tokens, as eagerly."""
     torch.manual_seed(0)
-    drafts = Drafts(stale_token=True, is_table=True, use_kernels=use_kernels)
+    drafts = Drafts(stale_token=True, is_table=True, use_kernels=use_kernels, proposals=True)
     head = torch.randn(1000, H, device="cuda", dtype=torch.bfloat16)
     rescorer = RelayRescorer(B, 32, "cuda")
     for parameter in rescorer.parameters():

@@ -34,7 +34,7 @@ def _worker(monkeypatch: pytest.MonkeyPatch, **server_args: Any) -> Any:
         self._full_embed_gpu, self._noise_embed_scale = None, 1.0
         self.draft_model_runner = SimpleNamespace(dtype=torch.bfloat16)
         rule = RelayRule.of(RelaySource.SUFFIX, shift_label=False)
-        config = SimpleNamespace(hidden_size=H, rule=rule, relay_stale_token=False)
+        config = SimpleNamespace(hidden_size=H, rule=rule, relay_stale_token=False, relay_rescore_size=0)
         relay = SimpleNamespace(relay_rescore=None)
         self.draft_model = SimpleNamespace(dflow_config=config, relay=relay, attach_relay=lambda *args: None)
 

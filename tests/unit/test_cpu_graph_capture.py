@@ -43,6 +43,7 @@ class Draft:
             dtype=torch.float32,
             device="cpu",
             stale_token=stale_token,
+            proposals=stale_token,
         )
         self.relay = RelayModulation(H, W, stale_token=stale_token)
         torch.nn.init.normal_(self.relay.relay_mlp[2].weight)
@@ -114,7 +115,7 @@ def test_replay_rescores_from_new_pool_contents() -> None:
     replay = capture(forward)
     plain = Sampler(draft.table)
     changed = 0
-    for trial in range(8):
+    for trial in range(24):
         draft.next_round()
         draft.pool.set_enabled(trial != 3)
         replayed = replay().clone()

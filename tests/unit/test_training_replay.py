@@ -12,6 +12,7 @@ import torch
 
 from sglang_dflow.cpu.sampling import compute_sampled_accept_and_bonus
 from sglang_dflow.relay.alignment import RelayRule, RelaySource, relay_rows
+from sglang_dflow.relay.rescore import NONE
 from sglang_dflow.training.answers import fingerprint, target_answers
 from sglang_dflow.training.dataset import Sample
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
@@ -67,7 +68,10 @@ class _Loop:
             if a < block - 1:
                 stale = rows.logits.argmax(-1)[source][None, None]
                 tokens = (torch.tensor([[token]]) for token in (at, self.text[-1], last[a + 1]))
-                relayed = Relayed(*tokens, rows.captured[source][None, None], stale, mask[None, None])
+                proposed = [last[a + 1 + t] if mask[t] and a + 1 + t < block else NONE for t in range(block)]
+                relayed = Relayed(
+                    *tokens, rows.captured[source][None, None], stale, mask[None, None], torch.tensor([[proposed]])
+                )
                 embeds = relay_embeds(self.drafter, self.target, embeds, relayed)
         context = self.drafter.context(_run(self.target, self.text[:-1]).captured.float()[None])
         anchor = torch.tensor([[self.text[-1]]])
