@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflow.relay.alignment import RelayRows, RelayRule, relay_rows
-from sglang_dflow.relay.rescore import NONE, Evidence
+from sglang_dflow.relay.rescore import NONE, Evidence, proposals_by_row
 
 EMPTY = -1
 """`next_prefix_len` of a row that holds nothing."""
@@ -218,15 +218,13 @@ class RelayPool:
         rows = relay_rows(
             drafted, accept_len.clamp_max(0), accept_len, block_size=self.block_size, rule=self.rule
         )  # [bs, R] each; rows are counted from the draft's first position, where the stored round ends
-        slots, mask = req_pool_indices.unsqueeze(1), rows.mask & self.enabled
-        proposal = rows.source + 1  # a row's state predicts the token behind it
-        last = self.block_size - 1
-        proposed = self.proposed[slots, proposal.clamp_max(last)]  # [bs, R]
+        mask = rows.mask & self.enabled
+        stale = self.stale[req_pool_indices.unsqueeze(1), rows.source]  # [bs, R]
         return Evidence(
-            stale=torch.where(mask, self.stale[slots, rows.source], NONE),
+            stale=torch.where(mask, stale, NONE),
             bonus=self.bonus[req_pool_indices],
             rejected=self.rejected[req_pool_indices],
-            proposed=torch.where(mask & (proposal <= last), proposed, NONE),
+            proposed=proposals_by_row(self.proposed[req_pool_indices], rows.source, mask),
         )
 
     def invalidate(self, req_pool_indices: torch.Tensor) -> None:  # int64 [bs]

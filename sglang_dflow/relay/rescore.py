@@ -56,6 +56,20 @@ class Evidence(NamedTuple):
     proposed: torch.Tensor
 
 
+def proposals_by_row(
+    blocks: torch.Tensor,  # int64 [.., B], verified tokens
+    source: torch.Tensor,  # int64 [.., R], source rows of the relayed ones
+    mask: torch.Tensor,  # bool [.., R]
+) -> torch.Tensor:
+    """Return what a verified block had proposed for the position of every relayed row, int64 [.., R]; `NONE`: nothing.
+
+    For drafters whose row t drafts the token at row t (no `shift_label`), the only ones that are rescored.
+    """
+    proposal = source + 1  # a row's state predicts the token behind it
+    last = blocks.shape[-1] - 1
+    return torch.where(mask & (proposal <= last), blocks.gather(-1, proposal.clamp_max(last)), NONE)
+
+
 def candidates(drafts: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:  # [N, R], [N, R]
     """Return the tokens that a row may take, int64 [N, R, C]: the draft, then the stale tokens by `OFFSETS`."""
     return torch.cat((drafts.unsqueeze(-1), _neighbours(stale)), dim=-1)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource, relay_rows
+from sglang_dflow.relay.rescore import proposals_by_row
 from sglang_dflow.training.acceptance import Acceptance, Outcome
 from sglang_dflow.training.dataset import Batch, Sample, collate
 from sglang_dflow.training.drafter import Drafter
@@ -32,7 +33,6 @@ from sglang_dflow.training.rollout import (
     accepted,
     draft_tokens,
     greedy_tokens,
-    proposals_by_row,
     relay_embeds,
     second_look,
 )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflow.relay.alignment import RelayRule, relay_rows
-from sglang_dflow.relay.rescore import NONE, Evidence, candidates
+from sglang_dflow.relay.rescore import NONE, Evidence, candidates, proposals_by_row
 from sglang_dflow.training.dataset import Sample, collate, labels_at, sample_anchors
 from sglang_dflow.training.drafter import Context, Drafter
 from sglang_dflow.training.loss import full_vocabulary
@@ -46,16 +46,6 @@ class Relayed(NamedTuple):
     stale: torch.Tensor  # [.., A, B] the target's top-1 token at each source row
     mask: torch.Tensor  # [.., A, B] rows that take a relay
     proposed: torch.Tensor  # [.., A, B] what the verified block had proposed for each row's position; `NONE`: nothing
-
-
-def proposals_by_row(blocks: torch.Tensor, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The tokens that blocks [.., B] proposed where rows with these sources and mask [.., B] stand; `NONE`: nothing.
-
-    For drafters whose row t drafts the token at row t (no `shift_label`), the only ones that are rescored.
-    """
-    proposal = source + 1  # a row's state predicts the token behind it
-    last = blocks.shape[-1] - 1
-    return torch.where(mask & (proposal <= last), blocks.gather(-1, proposal.clamp_max(last)), NONE)
 
 
 def accepted(proposals: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
