@@ -25,7 +25,8 @@ DFLOW_ARCHITECTURES: dict[str, str] = {
 RELAY_PREFIXES = ("relay_norm.", "relay_mlp.", "relay_rescore.")
 
 _REQUIRED = ("relay_source", "relay_hidden_size", "relay_activation")
-_OPTIONAL = ("relay_norm_eps", "relay_stale_token", "relay_rescore_size")
+RESCORE_FIELDS = ("relay_rescore_size", "relay_rescore_top_k", "relay_rescore_code_size")
+_OPTIONAL = ("relay_norm_eps", "relay_stale_token", *RESCORE_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class DFlowConfig:
         relay_norm_eps: epsilon of the relay's LayerNorm; the drafter's `rms_norm_eps` by default.
         relay_stale_token: True if the MLP also reads the embedding of the target's own top-1 at each source row.
         relay_rescore_size: width of the rescorer (`relay/rescore.py`); 0 without one.
+        relay_rescore_top_k: how many of the drafter's best tokens it chooses from.
+        relay_rescore_code_size: size of its token codes.
     """
 
     hidden_size: int
@@ -53,6 +56,8 @@ class DFlowConfig:
     relay_norm_eps: float
     relay_stale_token: bool = False
     relay_rescore_size: int = 0
+    relay_rescore_top_k: int = 0
+    relay_rescore_code_size: int = 0
 
     @property
     def rule(self) -> RelayRule:
@@ -89,7 +94,14 @@ class DFlowConfig:
         """Return this checkpoint's rescorer, not loaded yet; None without one."""
         if not self.relay_rescore_size:
             return None
-        return RelayRescorer(self.block_size, self.relay_rescore_size, device)
+        return RelayRescorer(
+            self.block_size,
+            self.hidden_size,
+            self.relay_rescore_size,
+            top_k=self.relay_rescore_top_k,
+            code_size=self.relay_rescore_code_size,
+            device=device,
+        )
 
     @classmethod
     def from_checkpoint(cls, config: Mapping[str, Any], *, where: str = "drafter") -> DFlowConfig:
@@ -114,7 +126,7 @@ class DFlowConfig:
             relay_activation=dflow["relay_activation"],
             relay_norm_eps=float(dflow.get("relay_norm_eps", config.get("rms_norm_eps", 1e-6))),
             relay_stale_token=dflow.get("relay_stale_token", False),
-            relay_rescore_size=int(dflow.get("relay_rescore_size", 0)),
+            **{name: int(dflow.get(name, 0)) for name in RESCORE_FIELDS},
         )
 
 
@@ -195,7 +207,12 @@ def _rescore_problems(config: Mapping[str, Any]) -> list[str]:
         return []
     if not _is_count(size):
         return [f"dflow_config.relay_rescore_size is {size!r}, expected a positive integer, or 0 for no rescorer"]
-    problems = []
+    problems = [
+        f"dflow_config.{name} is {dflow.get(name)!r}, expected an integer of at least {least}, as the rescorer was "
+        "fitted with. Fit it again with `sglang-dflow rescore`"
+        for name, least in zip(RESCORE_FIELDS[1:], (2, 1))
+        if not _is_count(dflow.get(name)) or dflow[name] < least
+    ]
     if dflow.get("relay_stale_token") is not True:
         problems.append(
             "dflow_config.relay_rescore_size is set without relay_stale_token: a rescorer compares drafts with stale "

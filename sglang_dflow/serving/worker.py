@@ -95,6 +95,7 @@ class DFlowWorker(DFlashWorkerV2):
         if self.relay_settings.enabled:
             # Here, because the host sizes its KV cache after this by the memory that is left.
             self._attach_pool(num_rows=1 + _max_requests())
+            self._rescore = self._make_rescorer()
 
     def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, **kwargs: Any) -> None:
         """Allocate the host's pools, and see that the relay's has a row for every row of the host's request pool.
@@ -105,7 +106,6 @@ class DFlowWorker(DFlashWorkerV2):
         super().alloc_memory_pool(memory_pool_config=memory_pool_config, req_to_token_pool=req_to_token_pool, **kwargs)
         if self._pool is not None:
             self._check_rows(int(self.model_runner.req_to_token_pool.req_to_token.shape[0]))
-            self._rescore = self._make_rescorer(self._pool)
             self.model_runner.spec_algorithm.on_hand_over = self._pool.invalidate
             self._metrics = RelayMetrics.of_this_scheduler(int(self.block_size), self.draft_model.dflow_config.rule)
         self._log_relay()
@@ -134,28 +134,29 @@ class DFlowWorker(DFlashWorkerV2):
         )
         draft_model.attach_relay(self._pool, self._embed_tokens())
 
-    def _make_rescorer(self, pool: RelayPool) -> ServedRescorer | None:
+    def _make_rescorer(self) -> ServedRescorer | None:
         rescorer = self.draft_model.relay.relay_rescore
         if rescorer is None:
             return None
+        assert self._pool is not None
         lm_head = unwrap_lora_layer(self.target_worker.model_runner.model.lm_head)
         with draft_tp_context(self.draft_parallel_layout):  # the ranks that draft together, as for the host's head
-            return ServedRescorer(rescorer, pool, HeadRows(lm_head, get_parallel().tp_group))
+            head = HeadRows(lm_head, get_parallel().tp_group)
+        return ServedRescorer(rescorer, self._pool, head, self._embed_tokens())
 
     def _maybe_build_draft_sampler(self) -> Any:
-        """The host's head for the draft's graph, with the rescorer behind it where the drafter has one."""
+        """The host's head for the draft's graph; the rescorer in its place where the drafter has one."""
         sampler = super()._maybe_build_draft_sampler()
         if sampler is None or self._rescore is None:
             return sampler
-        return RescoringSampler(sampler, self._rescore, self.draft_model.drafting_slots)
+        return RescoringSampler(sampler.out, self._rescore, self.draft_model.drafting_slots)
 
     def _greedy_sample_from_vocab_parallel_head(self, *, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The host's eager head, with the rescorer behind it. `hidden_states`: [bs * (B - 1), H]."""
-        drafts = super()._greedy_sample_from_vocab_parallel_head(hidden_states=hidden_states, **kwargs)
-        if self._rescore is None:
-            return drafts
+        """The host's eager head, or the rescorer in its place. `hidden_states`: [bs * (B - 1), H]."""
+        if self._rescore is None or hidden_states.numel() == 0:
+            return super()._greedy_sample_from_vocab_parallel_head(hidden_states=hidden_states, **kwargs)
         assert self._req_pool_indices is not None
-        return self._rescore(self._req_pool_indices, hidden_states, drafts)
+        return self._rescore(self._req_pool_indices, hidden_states)
 
     def _embed_tokens(self) -> EmbedTokens:
         """The embedding that the drafter's own rows come from, chosen and scaled as the host's round does it."""
@@ -180,6 +181,7 @@ class DFlowWorker(DFlashWorkerV2):
         logger.info(
             "DFLOW relay on. drafter=%s block_size=%d relay_source=%s relay_hidden_size=%d relay_stale_token=%s "
             "relay_rescore_size=%d "
+            "codes=%.2f MB "
             "pool=%d rows x %d bytes (%s) = %.2f MB, taken before the KV cache was sized",
             type(self.draft_model).__name__,
             int(self.block_size),
@@ -187,6 +189,7 @@ class DFlowWorker(DFlashWorkerV2):
             dflow.relay_hidden_size,
             dflow.relay_stale_token,
             dflow.relay_rescore_size,
+            (0 if self._rescore is None else self._rescore.code_table.nbytes) / 1e6,
             pool.hidden.shape[0],
             sum(pool.row_nbytes.values()),
             ", ".join(f"{name} {size}" for name, size in pool.row_nbytes.items() if size),
@@ -204,6 +207,8 @@ class DFlowWorker(DFlashWorkerV2):
         if self._forget_relayed:
             self._forget_relayed = False
             self._pool.clear()
+            if self._rescore is not None:
+                self._rescore.refresh()
         self._req_pool_indices = batch.req_pool_indices
         is_extend = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         is_idle = batch.forward_mode.is_idle()

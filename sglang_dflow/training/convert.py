@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from sglang_dflow.checkpoint_files import INDEX, WEIGHTS, locate, read_config, tensor_headers, weight_files
-from sglang_dflow.config import DFLOW_ARCHITECTURES, RELAY_PREFIXES, DFlowConfig, checkpoint_problems, raise_problems
+from sglang_dflow.config import (
+    DFLOW_ARCHITECTURES,
+    RELAY_PREFIXES,
+    RESCORE_FIELDS,
+    DFlowConfig,
+    checkpoint_problems,
+    raise_problems,
+)
 from sglang_dflow.relay.rescore import RelayRescorer
 
 RESCORE_PREFIX = "relay_rescore."
@@ -87,7 +94,8 @@ def attach_rescorer(src: str | Path, dst: str | Path, rescorer: RelayRescorer) -
 
     src, dst = locate(src), Path(dst)
     config, files, headers = read_config(src), weight_files(src), tensor_headers(src)
-    config["dflow_config"] = config["dflow_config"] | {"relay_rescore_size": rescorer.size}
+    sizes = (rescorer.size, rescorer.top_k, rescorer.code_size)
+    config["dflow_config"] = config["dflow_config"] | dict(zip(RESCORE_FIELDS, sizes))
     raise_problems(checkpoint_problems(config), where=f"a rescorer for {src}")
     is_old = {name: name.removeprefix("model.").startswith(RESCORE_PREFIX) for name in headers}
     names = {name: headers[name].file.name for name, old in is_old.items() if not old}  # tensor -> file

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang_dflow.checkpoint_files import read_tensors
-from sglang_dflow.config import RELAY_PREFIXES
+from sglang_dflow.config import RELAY_PREFIXES, RESCORE_FIELDS
 from sglang_dflow.relay.modulation import RelayModulation
 from sglang_dflow.relay.rescore import RelayRescorer
 from sglang_dflow.training.domino import DOMINO_PREFIXES, PURE_DRAFT_PREFIX_LEN, DominoHead
@@ -57,7 +57,9 @@ class DrafterConfig:
     relay_hidden_size: int = 0  # 0: a plain DFlash drafter
     relay_activation: str = "silu"
     relay_stale_token: bool = False
-    relay_rescore_size: int = 0  # 0: no rescorer
+    relay_rescore_size: int = 0  # 0: no rescorer; else with the two fields below
+    relay_rescore_top_k: int = 0
+    relay_rescore_code_size: int = 0
     projector_type: str | None = None  # "domino": a Domino head, with the three fields below
     gru_hidden_dim: int = 0
     emb_dim: int = 0
@@ -86,6 +88,13 @@ class DrafterConfig:
                 f"gru_hidden_dim {sizes[0]}, emb_dim {sizes[1]}, shift_label {self.shift_label} without a Domino head; "
                 "expected projector_type 'domino', or none of them: the host reads them for Domino drafters only."
             )
+
+    def make_rescorer(self) -> RelayRescorer:
+        """A new rescorer of these sizes."""
+        top_k, code_size = self.relay_rescore_top_k, self.relay_rescore_code_size
+        return RelayRescorer(
+            self.block_size, self.hidden_size, self.relay_rescore_size, top_k=top_k, code_size=code_size
+        )
 
     @property
     def is_domino(self) -> bool:
@@ -142,7 +151,7 @@ class DrafterConfig:
             if self.relay_stale_token:
                 config["dflow_config"]["relay_stale_token"] = True
             if self.relay_rescore_size:
-                config["dflow_config"]["relay_rescore_size"] = self.relay_rescore_size
+                config["dflow_config"] |= {name: getattr(self, name) for name in RESCORE_FIELDS}
         return config | {
             "dtype": dtype,
             "head_dim": self.head_dim,
@@ -331,7 +340,7 @@ class Drafter(nn.Module):
                 activation=config.relay_activation,
                 norm_eps=config.rms_norm_eps,
                 stale_token=config.relay_stale_token,
-                rescorer=RelayRescorer(config.block_size, size) if (size := config.relay_rescore_size) else None,
+                rescorer=config.make_rescorer() if config.relay_rescore_size else None,
             )
         self.domino: DominoHead | None = None
         if config.is_domino:

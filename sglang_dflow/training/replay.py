@@ -22,19 +22,19 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dflow.relay.alignment import RelayRule, RelaySource, relay_rows
-from sglang_dflow.relay.rescore import proposals_by_row
+from sglang_dflow.relay.rescore import Look, proposals_by_row
 from sglang_dflow.training.acceptance import Acceptance, Outcome
 from sglang_dflow.training.dataset import Batch, Sample, collate
 from sglang_dflow.training.drafter import Drafter
 from sglang_dflow.training.rollout import (
     PackedStates,
     Relayed,
-    SecondLook,
     accepted,
     draft_tokens,
     greedy_tokens,
     relay_embeds,
     second_look,
+    token_codes,
 )
 from sglang_dflow.training.target import Attend, Target, TargetShape
 
@@ -84,7 +84,7 @@ def replay(
     )
 
 
-Observe = Callable[[torch.Tensor, SecondLook, torch.Tensor, torch.Tensor], None]
+Observe = Callable[[torch.Tensor, Look, torch.Tensor, torch.Tensor], None]
 """Numbers [S'] of the samples, what the rescorer sees, labels [S', B], and which of them exist [S', B]."""
 
 
@@ -129,13 +129,14 @@ def _replay_batch(
         valid = positions < batch.lengths[rows, None]
         labels = batch.tokens[rows].gather(1, positions.clamp_max(batch.tokens.shape[1] - 1))
         hidden = drafter(embeds, at[:, None], part)  # [S', 1, B, H]
-        drafts = draft_tokens(drafter, target, hidden, anchor_ids[:, None])  # [S', 1, B - 1]
         if relayed is not None and drafter.rescorer is not None:
-            look = second_look(target, hidden, drafts, relayed)
+            look = second_look(target, hidden, relayed, drafter.rescorer.top_k)
             if observe is not None:
                 observe(torch.tensor([indices[row] for row in rows.tolist()]), look, labels, valid)
-            drafts = drafter.rescorer.choose(*look)[:, None]
-        blocks = torch.cat([anchor_ids[:, None], drafts[:, 0]], dim=1)  # [S', B]
+            drafts = drafter.rescorer.choose(look, token_codes(drafter.rescorer, target))  # [S', B - 1]
+        else:
+            drafts = draft_tokens(drafter, target, hidden, anchor_ids[:, None])[:, 0]
+        blocks = torch.cat([anchor_ids[:, None], drafts], dim=1)  # [S', B]
         accept_len = accepted(blocks, labels, valid)  # [S']
         for row, a, left in zip(rows.tolist(), accept_len.tolist(), (batch.lengths[rows] - 1 - at).tolist()):
             counts.histograms[indices[row]][a] += 1

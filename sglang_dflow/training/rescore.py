@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,18 +25,20 @@ from safetensors.torch import save_file
 
 from sglang_dflow.arguments import positive_int
 from sglang_dflow.checkpoint_files import locate
+from sglang_dflow.config import RESCORE_FIELDS
 from sglang_dflow.provenance import git_commit, machine, versions
-from sglang_dflow.relay.rescore import Evidence, RelayRescorer
+from sglang_dflow.relay.rescore import CODE_SIZE, TOP_K, Evidence, Look, RelayRescorer, TokenCodes
 from sglang_dflow.training.convert import attach_rescorer, make_empty
 from sglang_dflow.training.dataset import Sample, load_sequences, split_held_out
 from sglang_dflow.training.drafter import Drafter
 from sglang_dflow.training.replay import replay
-from sglang_dflow.training.rollout import SecondLook
+from sglang_dflow.training.rollout import token_codes
 from sglang_dflow.training.target import Target
 
 Log = Callable[[str], None]
 
 _CONVERSATIONS_AT_ONCE = 32
+_DROPOUT = 0.7  # of the products of codes, which else learn the texts by heart
 
 
 class Examples(NamedTuple):
@@ -44,6 +46,7 @@ class Examples(NamedTuple):
 
     tokens: torch.Tensor  # int64 [N, R, C]
     logits: torch.Tensor  # [N, R, C]
+    hidden: torch.Tensor  # [N, R, H]
     stale: torch.Tensor  # int64 [N, R]
     bonus: torch.Tensor  # int64 [N]
     rejected: torch.Tensor  # int64 [N]
@@ -57,9 +60,15 @@ class Examples(NamedTuple):
         return Examples(*(field[chosen] for field in self))
 
     @property
-    def look(self) -> SecondLook:
+    def look(self) -> Look:
         """What the rescorer sees."""
-        return SecondLook(self.tokens, self.logits, Evidence(self.stale, self.bonus, self.rejected, self.proposed))
+        evidence = Evidence(self.stale, self.bonus, self.rejected, self.proposed)
+        return Look(self.tokens, self.logits, self.hidden, evidence)
+
+    @property
+    def before(self) -> torch.Tensor:
+        """The text's token in front of every row, int64 [N, R]."""
+        return torch.cat((self.bonus.unsqueeze(1), self.labels[:, :-1]), dim=1)
 
 
 class Fit(NamedTuple):
@@ -70,8 +79,8 @@ class Fit(NamedTuple):
     rescored: float
 
 
-def with_rescorer(drafter: Drafter, size: int) -> Drafter:
-    """Return the drafter with a rescorer of width ``size`` that changes nothing yet, in place of what it had.
+def with_rescorer(drafter: Drafter, size: int, top_k: int = TOP_K, code_size: int = CODE_SIZE) -> Drafter:
+    """Return the drafter with a rescorer of these sizes that changes nothing yet, in place of what it had.
 
     Raises:
         ValueError: it has no relay that keeps stale tokens, or a head that chooses its drafts one by one.
@@ -82,7 +91,8 @@ def with_rescorer(drafter: Drafter, size: int) -> Drafter:
             f"{drafter.config.relay_stale_token}, projector_type {drafter.config.projector_type}; expected a relay "
             "with the stale token and the plain head. Remedy: `sglang-dflow convert --relay-stale-token SRC DST`."
         )
-    new = Drafter(dataclasses.replace(drafter.config, relay_rescore_size=size))
+    sizes: dict[str, Any] = dict(zip(RESCORE_FIELDS, (size, top_k, code_size)))
+    new = Drafter(dataclasses.replace(drafter.config, **sizes))
     old = {name: tensor for name, tensor in drafter.state_dict().items() if ".relay_rescore." not in name}
     new.load_state_dict(old, strict=False)
     return new
@@ -95,10 +105,10 @@ def collect(drafter: Drafter, target: Target, samples: Sequence[Sample], log: Lo
     for first in range(0, len(samples), _CONVERSATIONS_AT_ONCE):
 
         def observe(
-            numbers: torch.Tensor, look: SecondLook, labels: torch.Tensor, valid: torch.Tensor, first: int = first
+            numbers: torch.Tensor, look: Look, labels: torch.Tensor, valid: torch.Tensor, first: int = first
         ) -> None:
             kept = (look.evidence.stale >= 0).any(-1)
-            found = Examples(look.tokens, look.logits, *look.evidence, labels[:, 1:], valid[:, 1:], first + numbers)
+            found = Examples(*look[:3], *look.evidence, labels[:, 1:], valid[:, 1:], first + numbers)
             parts.append(found.of(kept))
 
         part = samples[first : first + _CONVERSATIONS_AT_ONCE]
@@ -108,12 +118,15 @@ def collect(drafter: Drafter, target: Target, samples: Sequence[Sample], log: Lo
     return Examples(*(torch.cat(fields) for fields in zip(*parts)))
 
 
-def candidate_loss(rescorer: RelayRescorer, examples: Examples) -> torch.Tensor:
-    """Cross entropy of the text's token among a row's candidates, where it is one of them.
+def candidate_loss(
+    rescorer: RelayRescorer, examples: Examples, codes: TokenCodes, dropout: float = 0.0
+) -> torch.Tensor:
+    """Cross entropy of the text's token among a row's candidates, where it is one of them, behind the text before it.
 
+    Teacher forcing loses nothing for acceptance: a row counts only if all before it took the text's tokens.
     A row counts fully if the drafter alone was right in all rows before it, else by a fifth: it is seldom reached.
     """
-    scores = rescorer(*examples.look)  # [N, R, C]
+    scores = rescorer(examples.look, codes, examples.before, dropout)  # [N, R, C]
     hit = (examples.tokens == examples.labels.unsqueeze(-1)) & scores.isfinite()
     right = (examples.tokens[..., 0] == examples.labels).float()
     reached = torch.cat((torch.ones_like(right[:, :1]), right.cumprod(-1)[:, :-1]), dim=1)
@@ -122,7 +135,9 @@ def candidate_loss(rescorer: RelayRescorer, examples: Examples) -> torch.Tensor:
     return -(torch.where(weight > 0, log_share, 0.0) * weight).sum() / weight.sum().clamp_min(1.0)
 
 
-def fit(rescorer: RelayRescorer, examples: Examples, epochs: int, seed: int, batch: int = 256) -> None:
+def fit(
+    rescorer: RelayRescorer, examples: Examples, codes: TokenCodes, epochs: int, seed: int, batch: int = 256
+) -> None:
     """Fit by AdamW with a cosine schedule."""
     generator = torch.Generator("cpu").manual_seed(seed)
     count = len(examples.bonus)
@@ -131,7 +146,7 @@ def fit(rescorer: RelayRescorer, examples: Examples, epochs: int, seed: int, bat
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps, pct_start=0.05)
     for _ in range(epochs):
         for chosen in torch.randperm(count, generator=generator, device="cpu").split(batch):
-            loss = candidate_loss(rescorer, examples.of(chosen.to(examples.bonus.device)))
+            loss = candidate_loss(rescorer, examples.of(chosen.to(examples.bonus.device)), codes, _DROPOUT)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(rescorer.parameters(), 1.0)
@@ -140,14 +155,16 @@ def fit(rescorer: RelayRescorer, examples: Examples, epochs: int, seed: int, bat
 
 
 @torch.no_grad()
-def measure(rescorer: RelayRescorer, examples: Examples) -> Fit:
+def measure(rescorer: RelayRescorer, examples: Examples, codes: TokenCodes) -> Fit:
     """Tokens per round, drafts alone and rescored."""
+    rows = torch.arange(len(examples.bonus)).split(1024)
+    chosen = torch.cat([rescorer.choose(examples.of(part).look, codes) for part in rows])
 
     def tau(tokens: torch.Tensor) -> float:
         right = (tokens == examples.labels) & examples.valid
         return 1.0 + float(right.long().cumprod(-1).sum(-1).float().mean())
 
-    return Fit(len(examples.bonus), tau(examples.tokens[..., 0]), tau(rescorer.choose(*examples.look)))
+    return Fit(len(examples.bonus), tau(examples.tokens[..., 0]), tau(chosen))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist or be empty")
     parser.add_argument("--conversations", type=positive_int, default=2000, help="at most so many")
     parser.add_argument("--size", type=positive_int, default=128, help="width of the network (default: %(default)s)")
-    parser.add_argument("--epochs", type=positive_int, default=24)
+    parser.add_argument("--top-k", type=positive_int, default=TOP_K, help="the drafter's best tokens to choose from")
+    parser.add_argument("--code-size", type=positive_int, default=CODE_SIZE, help="size of the token codes")
+    parser.add_argument("--epochs", type=positive_int, default=4)
     parser.add_argument("--held-out", type=positive_int, default=8, help="one conversation in so many (default: 8)")
     parser.add_argument("--examples", type=Path, help="file that keeps the rounds; read if it exists")
     parser.add_argument("--seed", type=int, default=0)
@@ -181,14 +200,16 @@ def _run(args: argparse.Namespace, command: str) -> int:
     torch.manual_seed(args.seed)
     source = locate(args.drafter)
     make_empty(args.out)  # now, not after the work
-    drafter = with_rescorer(Drafter.load(source), args.size)
+    drafter = with_rescorer(Drafter.load(source), args.size, args.top_k, args.code_size)
     rescorer = drafter.rescorer
     assert rescorer is not None
-    train, held_out = (_take(examples, part) for examples, part in _examples(args, drafter))
+    target = Target.load(locate(args.target), torch.bfloat16, drafter.config.target_layer_ids)
+    train, held_out = (_take(examples, part) for examples, part in _examples(args, drafter, target))
+    codes = token_codes(rescorer, target)
     started = time.monotonic()
-    fit(rescorer, train, args.epochs, args.seed)
+    fit(rescorer, train, codes, args.epochs, args.seed)
     print(f"rescore: {len(train.bonus)} rounds, {args.epochs} epochs, {time.monotonic() - started:.0f} s")
-    on_train, on_held_out = measure(rescorer, train), measure(rescorer, held_out)
+    on_train, on_held_out = measure(rescorer, train, codes), measure(rescorer, held_out, codes)
     print(f"{'rounds behind a rejection':<28} {'n':>7} {'drafts':>7} {'rescored':>9} {'ratio':>7}")
     for name, found in (("fitted on", on_train), ("held out", on_held_out)):
         ratio = found.rescored / found.drafts
@@ -211,7 +232,7 @@ def _take(examples: Examples, part: torch.Tensor) -> Examples:
     return examples.of(torch.isin(examples.conversation, part))
 
 
-def _examples(args: argparse.Namespace, drafter: Drafter) -> list[tuple[Examples, torch.Tensor]]:
+def _examples(args: argparse.Namespace, drafter: Drafter, target: Target) -> list[tuple[Examples, torch.Tensor]]:
     """(all rounds, numbers of the conversations to fit on) and (all rounds, numbers of those held out)."""
     config = drafter.config
     features = config.hidden_size * len(config.target_layer_ids)
@@ -231,7 +252,6 @@ def _examples(args: argparse.Namespace, drafter: Drafter) -> list[tuple[Examples
     else:
         if args.examples is not None:
             args.examples.parent.mkdir(parents=True, exist_ok=True)
-        target = Target.load(locate(args.target), torch.bfloat16, config.target_layer_ids)
         examples = collect(drafter, target, samples)
         if args.examples is not None:
             save_file({name: tensor.cpu() for name, tensor in examples._asdict().items()}, args.examples, made_with)

@@ -19,7 +19,15 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflow.relay.alignment import RelayRule, relay_rows
-from sglang_dflow.relay.rescore import NONE, Evidence, candidates, proposals_by_row
+from sglang_dflow.relay.rescore import (
+    NONE,
+    Evidence,
+    Look,
+    RelayRescorer,
+    TokenCodes,
+    candidates,
+    proposals_by_row,
+)
 from sglang_dflow.training.dataset import Sample, collate, labels_at, sample_anchors
 from sglang_dflow.training.drafter import Context, Drafter
 from sglang_dflow.training.loss import full_vocabulary
@@ -141,10 +149,10 @@ def propose(
 ) -> torch.Tensor:
     """Greedy proposals [S, A, B - 1] of a block, over the full vocabulary; rescored where the drafter does so."""
     hidden = drafter(embeds, anchors, context)
-    drafts = draft_tokens(drafter, target, hidden, anchor_ids, truth)
     if relayed is None or drafter.rescorer is None:
-        return drafts
-    return drafter.rescorer.choose(*second_look(target, hidden, drafts, relayed)).view(drafts.shape)
+        return draft_tokens(drafter, target, hidden, anchor_ids, truth)
+    look = second_look(target, hidden, relayed, drafter.rescorer.top_k)
+    return drafter.rescorer.choose(look, token_codes(drafter.rescorer, target)).view(*anchor_ids.shape, -1)
 
 
 @torch.no_grad()
@@ -167,27 +175,29 @@ def draft_tokens(
     return drafts.view(*anchor_ids.shape, -1)
 
 
-class SecondLook(NamedTuple):
-    """The arguments of a rescorer, for N = S * A blocks."""
-
-    tokens: torch.Tensor  # [N, B - 1, C]
-    logits: torch.Tensor  # [N, B - 1, C]
-    evidence: Evidence
-
-
 @torch.no_grad()
-def second_look(target: Target, hidden: torch.Tensor, drafts: torch.Tensor, relayed: Relayed) -> SecondLook:
-    """What a rescorer sees of blocks with states [S, A, B, H] and drafts [S, A, B - 1]."""
+def second_look(target: Target, hidden: torch.Tensor, relayed: Relayed, top_k: int) -> Look:
+    """What a rescorer sees of N = S * A blocks with final hidden states [S, A, B, H]."""
     evidence = Evidence(
         stale=torch.where(relayed.mask, relayed.stale, NONE)[..., 1:].flatten(0, 1),
         bonus=relayed.bonus.flatten(),
         rejected=relayed.rejected.flatten(),
         proposed=relayed.proposed[..., 1:].flatten(0, 1),
     )
-    tokens = candidates(drafts.flatten(0, 1), evidence.stale)
-    rows = target.head[tokens.clamp_min(0)].float()  # [N, B - 1, C, H]
-    logits = (rows @ hidden[..., 1:, :].flatten(0, 1).float().unsqueeze(-1)).squeeze(-1)
-    return SecondLook(tokens, logits, evidence)
+    drafted = hidden[..., 1:, :].flatten(0, 1)  # [N, B - 1, H]
+    rows = drafted.flatten(0, 1).to(target.dtype)
+    best = [target.logits(part).topk(top_k) for part in rows.split(128)]
+    shape = (*evidence.stale.shape, top_k)
+    tokens = candidates(torch.cat([part.indices for part in best]).view(shape), evidence.stale)
+    stale_rows = target.head[tokens[..., top_k:].clamp_min(0)].float()  # [N, B - 1, 3, H]
+    stale_logits = (stale_rows @ drafted.float().unsqueeze(-1)).squeeze(-1)
+    logits = torch.cat((torch.cat([part.values.float() for part in best]).view(shape), stale_logits), dim=-1)
+    return Look(tokens, logits, drafted, evidence)
+
+
+def token_codes(rescorer: RelayRescorer, target: Target) -> TokenCodes:
+    """A rescorer's codes of the target's tokens; differentiable."""
+    return lambda tokens: rescorer.codes(target.embedding[tokens.clamp_min(0)])
 
 
 def make_rollout(

@@ -104,12 +104,14 @@ def test_replay_rescores_from_new_pool_contents(use_kernels: bool) -> None:
     torch.manual_seed(0)
     drafts = Drafts(stale_token=True, is_table=True, use_kernels=use_kernels, proposals=True)
     head = torch.randn(1000, H, device="cuda", dtype=torch.bfloat16)
-    rescorer = RelayRescorer(B, 32, "cuda")
+    rescorer = RelayRescorer(B, H, 32, device="cuda")
     for parameter in rescorer.parameters():
         torch.nn.init.normal_(parameter)
     sampler = _DflashDraftSampler(weight=head, block_size=B, num_org=1000, org_vocab_start=0, max_bs=BS)
     rows = HeadRows(SimpleNamespace(weight=head), SimpleNamespace(world_size=1))
-    folded = RescoringSampler(sampler, ServedRescorer(rescorer, drafts.pool, rows), lambda: drafts.indices)
+    embedding = torch.randn(1000, H, device="cuda", dtype=torch.bfloat16)
+    rescore = ServedRescorer(rescorer, drafts.pool, rows, TokenTable(embedding, 1.0))
+    folded = RescoringSampler(torch.zeros_like(sampler.out), rescore, lambda: drafts.indices)
 
     def draft() -> None:
         folded(drafts.draft().flatten(0, 1))

@@ -25,12 +25,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflow.config import RESCORE_FIELDS
 from sglang_dflow.demo import DEMO_DRAFTER
 from sglang_dflow.prompts import varied_prompts
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.loss import full_vocabulary
-from sglang_dflow.training.rollout import PackedVerifier, Relayed, Verified, next_round, relay_embeds, second_look
+from sglang_dflow.training.rollout import (
+    PackedVerifier,
+    Relayed,
+    Verified,
+    next_round,
+    relay_embeds,
+    second_look,
+    token_codes,
+)
 from sglang_dflow.training.target import Target, causal_attend
 
 BLOCK, TEXT_TOKENS, FIRST_ANCHOR = 8, 420, 40
@@ -137,7 +146,7 @@ def _write_drafter(case: Case, target: Target, directory: Path, dtype: torch.dty
     if case.relay_source is not None:
         config = dataclasses.replace(
             config, relay_source=case.relay_source, relay_hidden_size=96, relay_stale_token=case.stale,
-            relay_rescore_size=16 if case.rescored else 0,
+            **dict(zip(RESCORE_FIELDS, (16, 4, 16) if case.rescored else (0, 0, 0))),
         )  # fmt: skip
     if case.shift_label is not None:
         config = dataclasses.replace(
@@ -157,6 +166,7 @@ def _write_drafter(case: Case, target: Target, directory: Path, dtype: torch.dty
         if drafter.rescorer is not None:
             for parameter in drafter.rescorer.parameters():
                 parameter.copy_(torch.randn_like(parameter))
+            drafter.rescorer.gate.weight.mul_(0.02)  # else it decides alone
         if drafter.domino is not None:
             output = drafter.domino.embed_proj[2].weight
             output.copy_(torch.randn_like(output) * 0.1)
@@ -182,8 +192,8 @@ def _train_side(drafter: Drafter, ground: Ground) -> tuple[Trained, dict[str, to
         logits = target.logits(hidden[:, 1:].flatten(0, 1)).view(len(hidden), BLOCK - 1, -1)
         proposals = logits.argmax(-1)
         if drafter.rescorer is not None:
-            look = second_look(target, hidden[None], proposals[None], batch)
-            proposals = drafter.rescorer.choose(*look)
+            look = second_look(target, hidden[None], batch, drafter.rescorer.top_k)
+            proposals = drafter.rescorer.choose(look, token_codes(drafter.rescorer, target))
     else:
         feature = domino.corrections(hidden, truth, target.embedding)
         vocabulary = full_vocabulary(target.head)
@@ -277,6 +287,7 @@ def test_fp32_logits(compared: Any, case: Case) -> None:
     assert torch.equal(trained.proposals, served["proposals"])
     if case.rescored:
         changed = (trained.proposals != trained.argmax).float().mean()
+        print(f"{case.name}: {float(changed):.2f} of the drafts changed")
         assert 0.1 < float(changed) < 0.9, "a rescorer that changes nothing, or all, proves little"
 
 

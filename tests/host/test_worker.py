@@ -41,6 +41,8 @@ class Steps:
         self.worker._metrics = self.metrics = RelayMetrics(B, self.pool.rule)
         self.worker._req_pool_indices = self.worker._accepted = None
         self.worker._forget_relayed = False
+        self.refreshed: list[bool] = []
+        self.worker._rescore = SimpleNamespace(refresh=lambda: self.refreshed.append(True))
         self.projected = torch.empty(0)
         self.worker.draft_model = SimpleNamespace(take_projected=lambda: self.projected)
         self.drafted_from: list[torch.Tensor] = []
@@ -226,10 +228,12 @@ def test_flush_and_weight_update_forget(steps: Steps, selector: str) -> None:
         )
         runners = SchedulerWeightUpdaterManager._select_runners(updater, selector)
         on_weight_update(runners, updater, selector)
+    assert not steps.refreshed, "not before the next iteration: a draft may still run"
     steps.verify([1], [11], [0])
     assert steps.relayed == [0]
     steps.verify([1], [12], [0])
     assert steps.relayed == [3], "forgotten once, not for ever"
+    assert steps.refreshed == [True], "a rescorer's codes are of the embedding that was there"
 
 
 def test_target_files_stay_out_of_the_drafter(steps: Steps) -> None:

@@ -128,7 +128,7 @@ def test_a_rescorer_may_be_wider_than_the_drafter() -> None:
     """It is float32 beside a 16-bit relay, and no kernel reads it."""
     from sglang_dflow.relay.kernels.tiles import check_supported
 
-    relay = RelayModulation(H, W, stale_token=True, rescorer=RelayRescorer(B, 8)).bfloat16()
+    relay = RelayModulation(H, W, stale_token=True, rescorer=RelayRescorer(B, H, 64)).bfloat16()
     assert {parameter.dtype for parameter in relay.parameters()} == {torch.bfloat16, torch.float32}
     check_supported(_pool(stale_token=True, dtype=torch.bfloat16), relay)
 

@@ -68,16 +68,6 @@ def load_draft_model(directory: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-class _Drafted:
-    """A sampler of the host that has drafted already."""
-
-    def __init__(self, out: torch.Tensor) -> None:
-        self.out = out
-
-    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
-        pass
-
-
 class Round:
     """One draft worker with all requests of a case between its verified block and its next draft."""
 
@@ -209,9 +199,9 @@ class Round:
         if getattr(getattr(self.model, "relay", None), "relay_rescore", None) is None:
             return drafts
         worker.model_runner.model.lm_head = SimpleNamespace(weight=self.inputs["head"])
-        rescore = worker._make_rescorer(worker._pool)
-        eager = rescore(self.slots, hidden[:, 1:].flatten(0, 1), drafts.flatten())
-        folded = RescoringSampler(_Drafted(drafts.flatten().clone()), rescore, lambda: self.slots)
+        rescore = worker._make_rescorer()
+        eager = rescore(self.slots, hidden[:, 1:].flatten(0, 1))
+        folded = RescoringSampler(torch.empty_like(drafts.flatten()), rescore, lambda: self.slots)
         folded(hidden.flatten(0, 1))
         assert torch.equal(folded.out, eager)
         return eager.view(drafts.shape)

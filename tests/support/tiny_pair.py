@@ -22,7 +22,7 @@ class TinyPair(NamedTuple):
 @torch.no_grad()
 def make_tiny_pair(folder: Path) -> TinyPair:
     """Write both; the relay is loud and reads the stale token, so that its embeddings decide what is drafted; a
-    rescorer at random takes stale tokens."""
+    rescorer at random takes other tokens."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     pair = TinyPair(folder / "target", folder / "drafter")
@@ -41,7 +41,7 @@ def make_tiny_pair(folder: Path) -> TinyPair:
     target = Target.load(pair.target, torch.float32, [0, 1])
     drafter_config = DrafterConfig.for_target(target, num_hidden_layers=2, block_size=4, mask_token_id=1)
     relay = {"relay_source": "first_rejection", "relay_hidden_size": 24, "relay_stale_token": True}
-    relay |= {"relay_rescore_size": 16}
+    relay |= {"relay_rescore_size": 16, "relay_rescore_top_k": 3, "relay_rescore_code_size": 8}
     drafter = Drafter(dataclasses.replace(drafter_config, **relay))
     drafter.init_from_target(target, [1, 2])
     assert drafter.relay is not None

@@ -61,11 +61,12 @@ class Draft:
         """The draft with a head and a rescorer behind it, as they are folded into the draft's CUDA graph."""
         from sglang_dflow.serving.rescore import HeadRows, RescoringSampler, ServedRescorer
 
-        rescorer = RelayRescorer(B, W)
+        rescorer = RelayRescorer(B, H, W, top_k=3, code_size=2)
         for parameter in rescorer.parameters():
             torch.nn.init.normal_(parameter, std=2.0)
         head = HeadRows(SimpleNamespace(weight=self.table), SimpleNamespace(world_size=1))
-        sampler = RescoringSampler(Sampler(self.table), ServedRescorer(rescorer, self.pool, head), lambda: self.indices)
+        rescore = ServedRescorer(rescorer, self.pool, head, lambda ids: F.embedding(ids, self.table))
+        sampler = RescoringSampler(Sampler(self.table).out, rescore, lambda: self.indices)
 
         def forward() -> torch.Tensor:
             with torch.no_grad():

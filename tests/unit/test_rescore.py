@@ -14,97 +14,136 @@ from sglang_dflow.config import DFlowConfig, checkpoint_problems, tensor_problem
 from sglang_dflow.inspect_checkpoint import inspect_checkpoint
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.pool import DraftRows, RelayPool, VerifiedBlock
-from sglang_dflow.relay.rescore import NONE, Evidence, RelayRescorer, candidates
+from sglang_dflow.relay.rescore import NONE, Evidence, Look, RelayRescorer, TokenCodes, candidates
 from sglang_dflow.training.convert import RESCORE_WEIGHTS, attach_rescorer, strip_relay
 from sglang_dflow.training.drafter import Drafter, DrafterConfig
 from sglang_dflow.training.replay import replay
 from sglang_dflow.training.rescore import Examples, candidate_loss, collect, fit, measure, with_rescorer
 from tests.unit.training_toys import toy_samples, toy_target
 
-B, R, W = 6, 5, 16
+B, R, H, W, K, E, VOCAB = 6, 5, 8, 16, 3, 4, 30
+EMBEDDING = torch.randn(VOCAB, H, generator=torch.Generator().manual_seed(5))
 
 
-def _loud(size: int = W, seed: int = 0) -> RelayRescorer:
+def _rescorer(block_size: int = B) -> RelayRescorer:
+    return RelayRescorer(block_size, H, W, top_k=K, code_size=E)
+
+
+def _loud(seed: int = 0) -> RelayRescorer:
     torch.manual_seed(seed)
-    rescorer = RelayRescorer(B, size)
+    rescorer = _rescorer()
     for parameter in rescorer.parameters():
         torch.nn.init.normal_(parameter)
     return rescorer
 
 
-def _evidence(stale: torch.Tensor) -> Evidence:
+def _codes(rescorer: RelayRescorer) -> TokenCodes:
+    return lambda tokens: rescorer.codes(EMBEDDING[tokens.clamp_min(0)])
+
+
+def _best(count: int, rows: int = R) -> torch.Tensor:
+    """K different tokens a row."""
+    return torch.rand(count, rows, VOCAB).topk(K).indices
+
+
+def _look(best: torch.Tensor, stale: torch.Tensor, proposed: torch.Tensor | None = None) -> Look:
+    """A look with the drafter's logits in their order, and random other things."""
     count = len(stale)
-    return Evidence(stale, torch.arange(count) + 50, torch.arange(count) + 70, torch.full_like(stale, NONE))
+    tokens = candidates(best, stale)
+    logits = 3 * torch.rand(tokens.shape)
+    logits[..., :K] = logits[..., :K].sort(descending=True).values + 3.0
+    nothing = torch.full_like(stale, NONE)
+    bonus, rejected = torch.arange(count) % VOCAB, (torch.arange(count) + 7) % VOCAB
+    evidence = Evidence(stale, bonus, rejected, nothing if proposed is None else proposed)
+    return Look(tokens, logits, torch.randn(*stale.shape, H), evidence)
 
 
-def test_candidates_are_the_draft_and_the_stale_tokens_around_it() -> None:
+def _scores(rescorer: RelayRescorer, look: Look) -> torch.Tensor:
+    """Behind the drafter's own tokens."""
+    before = torch.cat((look.evidence.bonus[:, None], look.tokens[:, :-1, 0]), dim=1)
+    return rescorer(look, _codes(rescorer), before)
+
+
+def test_candidates_are_the_best_and_the_stale_tokens_around() -> None:
     """Catches an offset of the wrong sign, and a token from beyond the block."""
-    drafts, stale = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[11, 12, 13, NONE, NONE]])
-    found = candidates(drafts, stale)[0].tolist()
-    assert found == [[1, NONE, 11, 12], [2, 11, 12, 13], [3, 12, 13, NONE], [4, 13, NONE, NONE], [5, NONE, NONE, NONE]]
+    best, stale = torch.tensor([[[1, 6], [2, 7], [3, 8], [4, 9]]]), torch.tensor([[11, 12, 13, NONE]])
+    found = candidates(best, stale)[0].tolist()
+    assert found == [[1, 6, NONE, 11, 12], [2, 7, 11, 12, 13], [3, 8, 12, 13, NONE], [4, 9, 13, NONE, NONE]]
 
 
 def test_a_new_rescorer_keeps_every_draft() -> None:
-    drafts, stale = torch.randint(0, 9, (40, R)), torch.randint(-1, 9, (40, R))
-    tokens = candidates(drafts, stale)
-    logits = torch.randn(tokens.shape)
-    logits[..., 0] = 9.0
-    assert torch.equal(RelayRescorer(B, W).choose(tokens, logits, _evidence(stale)), drafts)
+    look = _look(_best(40), torch.randint(-1, 9, (40, R)))
+    rescorer = _rescorer()
+    assert torch.equal(rescorer.choose(look, _codes(rescorer)), look.tokens[..., 0])
 
 
 def test_only_tokens_that_are_there_are_chosen() -> None:
-    """A loud rescorer takes stale tokens, never `NONE`, and nothing at all in a block without one."""
-    drafts, stale = torch.randint(0, 30, (400, R)), torch.randint(0, 30, (400, R))
+    """A loud rescorer takes other tokens, never `NONE`, and nothing at all in a block without a stale token."""
+    stale = torch.randint(0, VOCAB, (400, R))
     stale[torch.arange(R) >= torch.randint(0, R + 1, (400, 1))] = NONE
-    tokens = candidates(drafts, stale)
-    chosen = _loud().choose(tokens, torch.randn(tokens.shape), _evidence(stale))
-    assert (tokens == chosen.unsqueeze(-1)).any(-1).all() and (chosen >= 0).all()
+    look, rescorer = _look(_best(400), stale), _loud()
+    chosen, drafts = rescorer.choose(look, _codes(rescorer)), look.tokens[..., 0]
+    assert (look.tokens == chosen.unsqueeze(-1)).any(-1).all() and (chosen >= 0).all()
     without = (stale == NONE).all(-1)
     assert without.any() and torch.equal(chosen[without], drafts[without])
     assert (chosen != drafts).float().mean() > 0.2
 
 
+def test_the_walk_follows_its_own_tokens() -> None:
+    """Row by row, `choose` takes the best score behind what it chose before: the anchor, then its own tokens."""
+    look, rescorer = _look(_best(200), torch.randint(0, VOCAB, (200, R))), _loud()
+    chosen = rescorer.choose(look, _codes(rescorer))
+    before = look.evidence.bonus[:, None].expand(-1, R).clone()
+    for row in range(R):
+        scores = rescorer(look, _codes(rescorer), before)[:, row]
+        token = look.tokens[:, row].gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)
+        assert torch.equal(token, chosen[:, row])
+        if row + 1 < R:
+            before[:, row + 1] = token
+    anchored = look.evidence._replace(bonus=look.evidence.bonus.roll(1))
+    other = rescorer.choose(look._replace(evidence=anchored), _codes(rescorer))
+    assert (other[:, 0] != chosen[:, 0]).any(), "the anchor must have a say"
+
+
 def test_what_is_not_there_has_no_say() -> None:
     """The logit of `NONE` is whatever a lookup gave, another thing on every number of ranks."""
-    stale = torch.randint(0, 30, (60, R))
+    stale = torch.randint(0, VOCAB, (60, R))
     stale[:, 2:] = NONE
-    tokens = candidates(torch.randint(0, 30, (60, R)), stale)
-    logits = torch.randn(tokens.shape)
-    other = torch.where(tokens == NONE, 50.0, logits)
-    assert torch.equal(_loud()(tokens, logits, _evidence(stale)), _loud()(tokens, other, _evidence(stale)))
+    look = _look(_best(60), stale)
+    other = look._replace(logits=torch.where(look.tokens == NONE, 50.0, look.logits))
+    assert torch.equal(_scores(_loud(), look), _scores(_loud(), other))
 
 
 def test_a_repeated_candidate_counts_once() -> None:
     """Else a token that is draft and stale token would get two shares of the softmax that is fitted."""
-    tokens = candidates(torch.tensor([[7, 8]]), torch.tensor([[7, 7]]))
-    scores = RelayRescorer(3, W)(tokens, torch.zeros(tokens.shape), _evidence(torch.tensor([[7, 7]])))
-    assert scores[0].isfinite().tolist() == [[True, False, False, False], [True, True, False, False]]
+    look = _look(torch.tensor([[[7, 5], [8, 7]]]), torch.tensor([[7, 7]]))
+    finite = RelayRescorer(3, H, W, top_k=2, code_size=E).row_scores(look)[0].isfinite().tolist()
+    assert finite == [[True, True, False, False, False], [True, True, False, False, False]]
 
 
 def test_what_was_proposed_has_a_say() -> None:
     """Every row's proposal is a sign of its own, and of its neighbours'; `NONE` is none."""
-    stale = torch.randint(0, 30, (60, R))
-    tokens = candidates(torch.randint(0, 30, (60, R)), stale)
-    logits, evidence = torch.randn(tokens.shape), _evidence(stale)
-    before = _loud()(tokens, logits, evidence)
+    stale = torch.randint(0, VOCAB, (60, R))
+    look, rescorer = _look(_best(60), stale), _loud()
+    before = _scores(rescorer, look)
     for row in range(R):
-        proposed = evidence.proposed.clone()
+        proposed = look.evidence.proposed.clone()
         proposed[:, row] = stale[:, row]
-        changed = (_loud()(tokens, logits, evidence._replace(proposed=proposed)) != before).any(0).any(-1)
-        assert changed[max(row - 1, 0) : row + 2].all()
-    assert torch.equal(_loud()(tokens, logits, evidence._replace(proposed=torch.full_like(stale, NONE))), before)
+        changed = _scores(rescorer, look._replace(evidence=look.evidence._replace(proposed=proposed))) != before
+        assert changed.any(0).any(-1)[max(row - 1, 0) : row + 2].all()
 
 
 def test_blocks_of_two_have_one_row() -> None:
-    stale = torch.tensor([[3]])
-    tokens = candidates(torch.tensor([[4]]), stale)
-    assert RelayRescorer(2, W).choose(tokens, torch.zeros(tokens.shape), _evidence(stale)).tolist() == [[4]]
+    look, rescorer = _look(torch.tensor([[[4, 6, 5]]]), torch.tensor([[3]])), _rescorer(2)
+    assert rescorer.choose(look, _codes(rescorer)).tolist() == [[4]]
 
 
 def test_it_stays_float32_in_a_drafter_of_16_bits() -> None:
     rescorer = _loud()
     before = rescorer.inner.weight.clone()
     assert torch.equal(rescorer.bfloat16().inner.weight, before)
+    look = _look(_best(8), torch.randint(0, VOCAB, (8, R)))
+    assert _scores(rescorer, look._replace(hidden=look.hidden.bfloat16())).dtype == torch.float32
 
 
 # --- the pool's evidence ---------------------------------------------------------------------------------
@@ -175,36 +214,59 @@ def test_no_evidence_without_a_round_that_ends_at_the_draft() -> None:
 
 
 def _examples(count: int, seed: int) -> Examples:
-    """Rounds where the stale token is right exactly if the drafter hardly prefers its own."""
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.randint(0, 20, (count, R), generator=generator)
-    stale = torch.randint(20, 40, (count, R), generator=generator)
-    tokens = candidates(drafts, stale)
-    gap = torch.rand(tokens.shape, generator=generator) * 8
+    """Rounds where the stale token is right if the drafter hardly prefers its own; else, behind a token of kind 1, its
+    second best is, of the other parity: the one is to be told from signs, the other from codes."""
+    torch.manual_seed(seed)
+    best = torch.stack((torch.randint(0, 10, (count, R)) * 2, torch.randint(0, 5, (count, R)) * 2 + 1), dim=-1)
+    stale = torch.randint(20, VOCAB, (count, R))
+    tokens = candidates(best, stale)
+    gap = torch.rand(tokens.shape) * 8
     gap[..., 0] = 0.0
-    labels = torch.where(gap[..., 2] < 2.0, stale, drafts)
-    valid = torch.ones(count, R, dtype=torch.bool)
     ones = torch.ones(count, dtype=torch.int64)
+    labels, before = torch.empty_like(stale), ones * 20
+    for row in range(R):
+        by_kind = best[:, row].gather(1, _kind(before)[:, None]).squeeze(1)
+        labels[:, row] = before = torch.where(gap[:, row, 3] < 2.0, stale[:, row], by_kind)
+    valid = torch.ones(count, R, dtype=torch.bool)
     nothing = torch.full_like(stale, NONE)
-    return Examples(tokens, -gap, stale, ones * 50, ones * 51, nothing, labels, valid, torch.arange(count))
+    hidden = torch.ones(count, R, H)
+    return Examples(tokens, -gap, hidden, stale, ones * 20, ones * 21, nothing, labels, valid, torch.arange(count))
 
 
-def test_fit_finds_when_the_stale_token_is_right() -> None:
+def _kind(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens // 2 % 2
+
+
+def _telling_codes(rescorer: RelayRescorer) -> TokenCodes:
+    embedding = EMBEDDING.clone()
+    embedding[:, 0] = 4.0 * (1 - 2 * _kind(torch.arange(VOCAB)))
+    embedding[:, 1] = 4.0 * (1 - 2 * (torch.arange(VOCAB) % 2))
+    return lambda tokens: rescorer.codes(embedding[tokens.clamp_min(0)])
+
+
+@pytest.mark.parametrize(("gated", "gain"), [(True, 1.2), (False, 0.2)], ids=["both", "signs alone"])
+def test_fit_finds_when_the_stale_token_is_right_and_what_follows(gated: bool, gain: float) -> None:
+    """Each part finds its own: without a gate nothing is known of what follows what."""
     torch.manual_seed(0)
-    rescorer, train, test = RelayRescorer(B, W), _examples(1500, 0), _examples(300, 1)
-    before = measure(rescorer, test)
+    rescorer, train, test = RelayRescorer(B, H, W, top_k=2, code_size=E), _examples(3000, 0), _examples(300, 1)
+    rescorer.gate.requires_grad_(gated)
+    codes = _telling_codes(rescorer)
+    before = measure(rescorer, test, codes)
     assert before.rescored == before.drafts
-    fit(rescorer, train, epochs=20, seed=0)
-    after = measure(rescorer, test)
-    assert after.drafts == before.drafts and after.rescored > before.drafts + 2.0
+    fit(rescorer, train, codes, epochs=20, seed=0)
+    after = measure(rescorer, test, codes)
+    print(after)
+    assert after.drafts == before.drafts and after.rescored > before.drafts + gain
+    assert gated or after.rescored < before.drafts + 1.0
 
 
 def test_rows_behind_the_end_teach_nothing() -> None:
-    rescorer, examples = _loud(), _examples(20, 2)
+    rescorer, examples = RelayRescorer(B, H, W, top_k=2, code_size=E), _examples(20, 2)
     examples.valid[:, 2:] = False
     changed = examples._replace(labels=examples.labels.clone())
     changed.labels[:, 2:] = 0
-    assert torch.equal(candidate_loss(rescorer, examples), candidate_loss(rescorer, changed))
+    losses = [candidate_loss(rescorer, found, _telling_codes(rescorer)) for found in (examples, changed)]
+    assert torch.equal(*losses)
 
 
 def _drafter(**fields: object) -> Drafter:
@@ -219,7 +281,7 @@ def _drafter(**fields: object) -> Drafter:
 def test_collected_rounds_are_those_behind_a_rejection() -> None:
     """As many as the replay relayed, each with a stale token; their labels are the text behind their anchors."""
     target = toy_target()
-    drafter, samples = with_rescorer(_drafter(), W), toy_samples(target, 5)
+    drafter, samples = with_rescorer(_drafter(), W, K, E), toy_samples(target, 5)
     found, replayed = collect(drafter, target, samples, log=lambda line: None), replay(drafter, target, samples, True)
     assert len(found.bonus) == round(replayed.relayed_rounds * replayed.rounds) > 20
     assert (found.stale != NONE).any(-1).all()
@@ -242,7 +304,7 @@ def test_a_drafter_without_stale_tokens_is_refused(fields: dict[str, object]) ->
 def test_attach_keeps_the_other_weights_and_can_be_repeated(tmp_path: Path) -> None:
     """The drafter's file is copied byte for byte; the rescorer has a file of its own, which the loaders find."""
     _drafter().save(tmp_path / "src")
-    first, second = (with_rescorer(_drafter(), W).rescorer for _ in range(2))
+    first, second = (with_rescorer(_drafter(), W, K, E).rescorer for _ in range(2))
     assert first is not None and second is not None
     torch.nn.init.normal_(second.out.weight)
     attach_rescorer(tmp_path / "src", tmp_path / "a", first)
@@ -260,7 +322,7 @@ def test_attach_keeps_the_other_weights_and_can_be_repeated(tmp_path: Path) -> N
 
 
 def test_a_trainers_checkpoint_keeps_the_rescorer_exact(tmp_path: Path) -> None:
-    drafter = with_rescorer(_drafter(), W)
+    drafter = with_rescorer(_drafter(), W, K, E)
     assert drafter.rescorer is not None
     torch.nn.init.normal_(drafter.rescorer.out.weight)
     drafter.save(tmp_path / "d")
@@ -275,7 +337,7 @@ def test_a_trainers_checkpoint_keeps_the_rescorer_exact(tmp_path: Path) -> None:
 
 def test_a_rescorer_is_switched_off_by_its_size(tmp_path: Path) -> None:
     """The advice of two refusals: the tensors may stay where they are."""
-    with_rescorer(_drafter(), W).save(tmp_path)
+    with_rescorer(_drafter(), W, K, E).save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["dflow_config"]["relay_rescore_size"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -288,13 +350,15 @@ def test_a_rescorer_is_switched_off_by_its_size(tmp_path: Path) -> None:
     [
         ({"relay_rescore_size": -3}, {}, "relay_rescore_size is -3, expected a positive integer"),
         ({"relay_rescore_size": True}, {}, "relay_rescore_size is True"),
+        ({"relay_rescore_top_k": 1}, {}, "relay_rescore_top_k is 1, expected an integer of at least 2"),
+        ({"relay_rescore_code_size": None}, {}, "relay_rescore_code_size is None, expected an integer of at least 1"),
         ({"relay_stale_token": False}, {}, "without relay_stale_token"),
         ({}, {"projector_type": "domino"}, "set for a Domino drafter"),
         ({}, {"selector_rank": 8}, "set for a DFlash2 drafter"),
     ],
 )
 def test_what_cannot_be_rescored_is_refused(dflow: dict, dflash: dict, problem: str) -> None:
-    config = with_rescorer(_drafter(), W).config.to_json("bfloat16")
+    config = with_rescorer(_drafter(), W, K, E).config.to_json("bfloat16")
     assert not checkpoint_problems(config)
     config["dflow_config"] |= dflow
     config["dflash_config"] |= dflash

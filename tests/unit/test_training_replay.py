@@ -102,7 +102,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "DFlow": {},
     "suffix": {"relay_source": "suffix"},
     "stale token": {"relay_stale_token": True},
-    "rescorer": {"relay_stale_token": True, "relay_rescore_size": 8},
+    "rescorer": {
+        "relay_stale_token": True,
+        "relay_rescore_size": 8,
+        "relay_rescore_top_k": 3,
+        "relay_rescore_code_size": 4,
+    },
     "Domino": DOMINO | {"shift_label": False},
     "Domino, shifted": DOMINO | {"shift_label": True},
 }
@@ -120,6 +125,7 @@ def _loud(target: Target, kind: str) -> Drafter:
     torch.nn.init.normal_(drafter.relay.relay_mlp[2].weight, std=4.0)
     if drafter.rescorer is not None:
         torch.nn.init.normal_(drafter.rescorer.out.weight, std=40.0)
+        torch.nn.init.normal_(drafter.rescorer.gate.weight, std=40.0)
     if drafter.domino is not None:
         torch.nn.init.normal_(drafter.domino.embed_proj[2].weight, std=4.0)
     return drafter
