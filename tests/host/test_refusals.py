@@ -78,7 +78,7 @@ REFUSALS: dict[str, Refusal] = {
     "relay tensor misshaped": Refusal(r"relay_mlp.2.weight has shape \(1151, \d+\), expected \(1152", _misshaped),
     "layers missing": Refusal("target_layer_ids is missing; the host would guess", _without("target_layer_ids")),
     "layers beyond": Refusal(r"target_layer_ids has \[30\], .*layers 0..29", _dflash("target_layer_ids", [1, 30])),
-    "hidden size": Refusal("hidden_size is 960, but the target's is 576", _top("hidden_size", 960), problems=6),
+    "hidden size": Refusal("hidden_size is 960, but the target's is 576", _top("hidden_size", 960), problems=8),
     "vocabulary": Refusal("vocab_size is 1000, but the target's is 49152", _top("vocab_size", 1000)),
     "anchor layout": Refusal("sample_from_anchor is true: .*Use a drafter", _dflash("sample_from_anchor", True)),
     "two faults": Refusal("vocab_size is 1000(.|\n)*relay_mlp.2.weight", _two_faults, problems=2),
