@@ -11,7 +11,7 @@ import torch
 from sglang_dflow.relay.alignment import RelayRule, RelaySource
 from sglang_dflow.relay.pool import RelayPool
 from sglang_dflow.relay.rescore import NONE, RelayRescorer
-from sglang_dflow.serving.rescore import HeadRows, ServedRescorer
+from sglang_dflow.serving.rescore import HeadRows, ServedRescorer, top_k
 
 VOCAB, H = 10, 6
 
@@ -59,6 +59,16 @@ def test_the_best_of_all_parts_are_the_best_of_the_whole() -> None:
     gathered = iter([torch.cat(both, dim=-1) for both in zip(*parts)])
     heads[0].group.all_gather = lambda part, dim: next(gathered)
     assert torch.equal(heads[0].best(hidden, 3)[0], tokens)
+
+
+@pytest.mark.parametrize("size", [256, 1024, 1030, 2560])
+def test_top_k_by_parts_is_top_k(size: int) -> None:
+    """Also where the largest stand in one part, and for sizes that are not made of parts."""
+    logits = torch.randn(50, size)
+    logits[:10, 3:9] += 100
+    values, indices = top_k(logits, 4)
+    expected = logits.topk(4)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
 
 
 def test_a_head_that_every_rank_holds_is_not_summed() -> None:
